@@ -1,0 +1,204 @@
+"""actual, expected, noise -> Comparison: where they differ, by how many sigma, and whether that can be rounding.
+
+Statistics of one tensor, each with a limit that follows from how many numbers there are and `Constants.false_alarm`:
+    nonfinite   elements whose NaN or infinity is not the expected one: none is allowed
+    max_z       the largest |actual - expected| / sigma
+    rms_z       root mean square of z over one head: an undeclared rounding shows here
+    slope       actual regressed on expected, by head: a wrong scale shows here long before it shows in max_z
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mla_verify.expected import Expected
+from mla_verify.formats import FORMATS
+from mla_verify.kernels.contract import RoundingFacts
+from mla_verify.noise import CONSTANTS, Constants, Noise, rms_limit, round_to, ulp, z_limit
+from mla_verify.results import Check, Comparison, Location
+from mla_verify.tensors import MLAInputs, MLAOutput
+
+_NUM_STATISTICS = 3  # that share false_alarm
+_TIE_SIGMAS = 6.0  # an error of this many sigma does not happen
+_RARE_TIES = 32.0  # sigma below a step over this: fewer than 1 element in 40 changes its rounding
+
+
+def wrong_shape(actual: MLAOutput, inputs: MLAInputs, dtype: str, returns_lse: bool) -> str | None:
+    """What is wrong with shape, dtype or device of a result, or None. Nothing is broadcast or converted."""
+    num_tokens, num_heads = inputs.queries.shape[:2]
+    wanted = [("out", actual.out, (num_tokens, num_heads, inputs.v_dim), FORMATS[dtype].torch_dtype)]
+    if returns_lse:
+        wanted.append(("lse", actual.lse, (num_tokens, num_heads), torch.float32))
+    elif actual.lse is not None:
+        return "lse was returned, but the contract says that there is none"
+    for name, tensor, shape, torch_dtype in wanted:
+        if not isinstance(tensor, Tensor):
+            return f"{name} is {type(tensor).__name__}, it must be a tensor {list(shape)}"
+        for what, is_, needed in (
+            ("shape", list(tensor.shape), list(shape)),
+            ("dtype", tensor.dtype, torch_dtype),
+            ("device", tensor.device, inputs.device),
+        ):
+            if is_ != needed:
+                return f"{name} has {what} {is_}, it must be {needed}"
+    return None
+
+
+def compare_output(
+    actual: MLAOutput, expected: Expected, facts: RoundingFacts, inputs: MLAInputs, constants: Constants = CONSTANTS
+) -> tuple[Comparison, ...]:
+    """Compare out, and lse when it was returned. Shapes have been checked by `wrong_shape`."""
+    noise = expected.noise[facts]
+    comparisons = [_compare_out(actual.out.double(), expected, noise, facts, inputs, constants)]
+    if actual.lse is not None:
+        comparisons.append(_compare_lse(actual.lse.double(), expected, noise, inputs, constants))
+    return tuple(comparisons)
+
+
+def _compare_out(
+    actual: Tensor, expected: Expected, noise: Noise, facts: RoundingFacts, inputs: MLAInputs, c: Constants
+) -> Comparison:
+    o, fmt = expected.attention.out, FORMATS[facts.out_dtype]
+    rounded = round_to(o, fmt)
+    foreign = _foreign(actual, rounded)
+    error = torch.where(actual.isfinite() & rounded.isfinite(), actual - o, 0.0)
+    z = error / noise.out.sqrt()
+    checks = [_nonfinite_check(foreign)]
+    if z.numel():
+        probability = c.false_alarm / _NUM_STATISTICS
+        checks += [
+            Check("max_z", float(z.abs().max()), z_limit(z.numel(), probability), "largest |z|"),
+            _rms_check(z, noise, probability),
+            _slope_check(torch.where(actual.isfinite(), actual, 0.0), o, rounded, noise, ulp(o, fmt), probability),
+        ]
+    return _comparison("out", tuple(checks), actual, o, error, z, foreign, inputs)
+
+
+def _compare_lse(actual: Tensor, expected: Expected, noise: Noise, inputs: MLAInputs, c: Constants) -> Comparison:
+    lse = expected.attention.lse
+    foreign = _foreign(actual, lse)
+    error = torch.where(actual.isfinite() & lse.isfinite(), actual - lse, 0.0)
+    z = torch.where(lse.isfinite(), error / noise.lse.sqrt(), 0.0)
+    checks = [_nonfinite_check(foreign)]
+    if z.numel():
+        probability = c.false_alarm / _NUM_STATISTICS
+        checks.append(Check("max_z", float(z.abs().max()), z_limit(z.numel(), probability), "largest |z|"))
+    return _comparison("lse", tuple(checks), actual, lse, error, z, foreign, inputs)
+
+
+def _foreign(actual: Tensor, expected: Tensor) -> Tensor:
+    """Elements that are NaN or infinite where the other is not, or not in the same way."""
+    same = (actual == expected) | (actual.isfinite() & expected.isfinite())
+    return ~same
+
+
+def _nonfinite_check(foreign: Tensor) -> Check:
+    count = int(foreign.sum())
+    heads = sorted({int(h) for h in foreign.nonzero()[:, 1].unique()}) if count else []
+    detail = f"{count} of {foreign.numel()} elements, in heads {_ranges(heads)}" if count else "none"
+    return Check("nonfinite", float(count), 0.0, detail)
+
+
+def _rms_check(z: Tensor, noise: Noise, probability: float) -> Check:
+    """Root mean square of z by head. The limit counts how many independent numbers a head's z really are."""
+    num_heads, v_dim = z.shape[1:]
+    rms = z.square().mean((0, 2)).sqrt()  # [H]
+    # Variance of the mean of one row's z^2: the dims' own roundings are independent, what comes from the keys has no
+    # more directions than keys.
+    row = 2 * (1 / v_dim + noise.shared.square() / noise.num_sources.clamp(1.0, float(v_dim)))  # [T, H]
+    dof = 2 * len(z) ** 2 / row.sum(0)  # [H]
+    limits = torch.tensor([rms_limit(d, probability / num_heads) for d in dof.tolist()], device=z.device)
+    head = int((rms / limits).argmax())
+    return Check("rms_z", float(rms[head]), float(limits[head]), f"head {head}")
+
+
+def _slope_check(
+    actual: Tensor, o: Tensor, rounded: Tensor, noise: Noise, step: Tensor, probability: float
+) -> Check:
+    """Relative scale error by head, against its standard error.
+
+    The error is taken from the rounded expected value: it is 0 wherever the kernel rounds as that does, so that a row
+    with little error of its own has next to none, and a scale error of a fraction of a unit in the last place shows.
+    """
+    norm2 = o.square().sum(-1)  # [T, H]
+    weight = torch.where((norm2 > 0) & rounded.isfinite().all(-1), 1 / norm2.clamp_min(1e-300), 0.0)
+    sigma = noise.inner.sqrt()
+    # An element this close to a tie may go either way, and all of a row may go one way together: its error is taken
+    # from the unrounded value, and half a step of it is allowed. Only where ties are rare: they are no rare event where
+    # sigma is near a step.
+    tied = (step / 2 - (rounded - o).abs() < _TIE_SIGMAS * sigma) & (sigma < step / _RARE_TIES)
+    residual = torch.where(rounded.isfinite(), actual - torch.where(tied, o, rounded), 0.0)
+    slope = (o * residual).sum(-1) * weight
+    allowance = (torch.where(tied, step / 2, 0.0) * o.abs()).sum(-1) * weight
+    # Mean square of round(o + e) - round(o) for e of variance inner: a full step now and then while e is small,
+    # e itself and two roundings when it is large.
+    flips = torch.minimum(step.square() / 6, math.sqrt(2 / math.pi) * step * sigma)
+    variance = noise.slope + (o.square() * flips).sum(-1) * weight.square()
+
+    precision = torch.where(weight > 0, 1 / variance.clamp_min(1e-300), 0.0)
+    total = precision.sum(0)  # [H]
+    safe = total.clamp_min(1e-300)
+    pooled = (precision * slope).sum(0) / safe
+    excess = (pooled.abs() - (precision * allowance).sum(0) / safe).clamp_min(0.0)
+    score = torch.where(total > 0, excess * total.sqrt(), 0.0)
+    head = int(score.argmax())
+    detail = f"head {head}: output is {1 + float(pooled[head]):.6g} times the expected one"
+    return Check("slope", float(score[head]), z_limit(len(score), probability), detail)
+
+
+def _comparison(
+    name: str,
+    checks: tuple[Check, ...],
+    actual: Tensor,
+    expected: Tensor,
+    error: Tensor,
+    z: Tensor,
+    foreign: Tensor,
+    inputs: MLAInputs,
+) -> Comparison:
+    if not z.numel():
+        return Comparison(name, checks, 0.0, 0.0, 0.0, None)
+    ranked = z.abs().masked_fill(foreign, math.inf).nan_to_num(nan=math.inf)
+    index = [int(i) for i in torch.unravel_index(ranked.argmax(), ranked.shape)]
+    size = expected.abs().masked_fill(~expected.isfinite(), 0.0)
+    relative = torch.where(size > 0, error.abs() / size.clamp_min(1e-300), 0.0)
+    worst = _location(index, actual, expected, z, bool(foreign[tuple(index)]), inputs)
+    return Comparison(
+        tensor=name,
+        checks=checks,
+        max_abs_error=float(error.abs().max()),
+        max_rel_error=float(relative.max()),
+        rms_z=float(z.square().mean().sqrt()),
+        worst=worst,
+    )
+
+
+def _location(
+    index: list[int], actual: Tensor, expected: Tensor, z: Tensor, foreign: bool, inputs: MLAInputs
+) -> Location:
+    # The last request that starts at or before this row and is not empty.
+    request = int((inputs.qo_indptr[1:].cpu() <= index[0]).sum())
+    at = tuple(index)
+    return Location(
+        request=request,
+        token=index[0] - int(inputs.qo_indptr[request]),
+        head=index[1],
+        dim=index[2] if len(index) > 2 else None,
+        actual=float(actual[at]),
+        expected=float(expected[at]),
+        z=math.inf if foreign else float(z[at]),
+    )
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2, 5"."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and parts[-1][1] == n - 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,94 @@
+"""Inputs -> what the reference says of them, for every request, with the noise of each kernel that runs on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from mla_verify.kernels.contract import RoundingFacts
+from mla_verify.noise import CONSTANTS, Constants, Noise, noise_of, partial_states, weighings
+from mla_verify.reference.attention import Attention, KeySums, attend_absorbed, attend_mha
+from mla_verify.reference.paged import gather_by_page_table
+from mla_verify.tensors import AbsorbedInputs, MLAInputs
+
+
+@dataclass(frozen=True)
+class DenseRequest:
+    """One request as the reference takes it, in the inputs' dtype: queries and keys in parts, and values."""
+
+    q: tuple[Tensor, ...]  # absorbed: q_nope, q_pe; mha: q.  [q_len, num_heads, ..]
+    k: tuple[Tensor, ...]  # absorbed: ckv, kpe [kv_len, ..]; mha: k, v [kv_len, num_heads, ..]
+    qk_dims: tuple[int, int]  # nope and rope part of the scores
+    sm_scale: float
+    causal: bool
+
+    def attend(self, facts: Sequence[RoundingFacts] = (), constants: Constants = CONSTANTS) -> Attention:
+        """The reference's attention, with the sums that the noise of each of `facts` needs, in their order."""
+        partials = [partial_states(f, constants) for f in facts]
+        form = attend_absorbed if len(self.q) == 2 else attend_mha
+        return form(
+            *self.q,
+            *self.k,
+            sm_scale=self.sm_scale,
+            causal=self.causal,
+            weighings=[w for f in facts for w in weighings(f, self.qk_dims, constants)],
+            partials=[p for p in partials if p],
+        )
+
+
+def dense_request(inputs: MLAInputs, request: int) -> DenseRequest:
+    """One request's dense tensors. Reads referenced slots only."""
+    start, end = inputs.q_range(request)
+    if isinstance(inputs, AbsorbedInputs):
+        q: tuple[Tensor, ...] = (inputs.q_nope[start:end], inputs.q_pe[start:end])
+        caches = (inputs.ckv_cache, inputs.kpe_cache)
+        k = tuple(gather_by_page_table(cache, inputs.page_table, inputs.kv_lens, request) for cache in caches)
+    else:
+        kv = slice(int(inputs.kv_indptr[request]), int(inputs.kv_indptr[request + 1]))
+        q, k = (inputs.q[start:end],), (inputs.k[kv], inputs.v[kv])
+    return DenseRequest(q, k, inputs.qk_dims, inputs.sm_scale, inputs.causal)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The reference over all requests, [T, H, ..], and the noise by rounding facts."""
+
+    attention: Attention
+    noise: dict[RoundingFacts, Noise]
+
+
+def expect(inputs: MLAInputs, facts: Sequence[RoundingFacts], constants: Constants = CONSTANTS) -> Expected:
+    """The float64 attention of every request and the noise of each of `facts`, in one pass over the keys."""
+    distinct = list(dict.fromkeys(facts))
+    parts = [dense_request(inputs, b).attend(distinct, constants) for b in range(inputs.num_requests)]
+    whole = _concatenate(parts)
+    noise = {}
+    at_partial = 0
+    for i, f in enumerate(distinct):
+        has_partial = partial_states(f) is not None
+        mine = replace(
+            whole,
+            sums=whole.sums[2 * i : 2 * i + 2],
+            partial_variances=whole.partial_variances[at_partial : at_partial + has_partial],
+        )
+        at_partial += has_partial
+        noise[f] = noise_of(mine, f, constants)
+    return Expected(whole, noise)
+
+
+def _concatenate(parts: list[Attention]) -> Attention:
+    def cat(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(tensors))
+
+    sums = tuple(
+        KeySums(*(cat([getattr(s, f.name) for s in column]) for f in fields(KeySums)))
+        for column in zip(*(p.sums for p in parts), strict=True)
+    )
+    partials = tuple(cat(column) for column in zip(*(p.partial_variances for p in parts), strict=True))
+    plain = {
+        name: cat([getattr(p, name) for p in parts]) for name in ("out", "lse", "max_score", "mean_score", "num_keys")
+    }
+    return Attention(**plain, sums=sums, partial_variances=partials)

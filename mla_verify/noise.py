@@ -1,0 +1,200 @@
+"""The error model: how much error the arithmetic that a kernel declares must make, element by element.
+
+Every number that decides a verdict is here, with its reason; docs/error-model.md derives them and shows the evidence.
+u is a format's unit round-off, s_j a scaled score, p_j its softmax weight, v_j the value, o the output, n the keys seen.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from mla_verify.formats import FORMATS, FloatFormat
+from mla_verify.kernels.contract import RoundingFacts
+from mla_verify.reference.attention import Attention, KeyTerms, PartialStates, Weighing
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants of the error model. tests/test_noise_constants.py pins each one from both sides."""
+
+    # Rounding a known number x to nearest errs uniformly within half a unit in its last place: variance ulp(x)^2 / 12.
+    known: float = 1 / 12
+    # Where only the size of x is known, the mean of ulp(x)^2 / 12 over mantissas that are uniform in their logarithm,
+    # in units of (u x)^2: 4/3 of the integral of 1 / (m^3 ln 2) over [1, 2], times 1/4, = 1 / (8 ln 2).
+    unknown: float = 1 / (8 * math.log(2))
+    # A chain of L additions of numbers without a common sign: the partial sums grow like a random walk, their squares
+    # add up to L / 2 times the square of the whole spread.
+    random_walk: float = 1 / 2
+    # ... and with a common sign: partial sums i / L of the total, whose squares add up to L / 3.
+    drift: float = 1 / 3
+    # Roundings of the exponent's argument at the size of the score: the product with sm_scale, the product with log2 e.
+    argument: float = 2.0
+    # Error of exp in u^2: uniform within 1 ulp (2 u), the bound of the CPU's vector expf.
+    exp: float = 4 / 3
+    # Roundings of the LSE at its own size: the sum of maximum and logarithm, the product with ln 2, ln 2 itself.
+    lse: float = 3.0
+    # Roundings that all scores of a row share (sm_scale * log2 e is one fp32 number): they move the LSE by their
+    # relative error times sum p s, but cancel in p to first order.
+    shared_scale: float = 2.0
+    # Absolute error of log: PTX gives lg2.approx 2^-22 for arguments near 1; uniform within it.
+    log: float = (2.0**-22) ** 2 / 3
+    # Probability of calling an honest kernel wrong, per case and tensor; shared out among the statistics.
+    false_alarm: float = 1e-6
+
+
+CONSTANTS = Constants()
+_U32 = FORMATS["fp32"].unit_roundoff
+# A row whose P.V is summed in one chain has tile = n.
+_UNBOUNDED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Variances, float64. out-shaped [T, H, D], row-shaped [T, H]."""
+
+    inner: Tensor  # of an output element before it is rounded to out_dtype
+    out: Tensor  # of an output element as it is returned
+    slope: Tensor  # of the regression of a row's error on its expected output, before that rounding
+    lse: Tensor  # of the LSE
+    shared: Tensor  # row-shaped: share of `out` that comes from keys, and so is common to the dims
+    num_sources: Tensor  # row-shaped: how many keys, in effect, that share comes from
+
+
+def ulp(x: Tensor, fmt: FloatFormat) -> Tensor:
+    """Distance between neighbours of `fmt` at |x|, float64; that of the subnormal numbers near 0."""
+    exponent = torch.frexp(x.double().abs()).exponent - 1  # |x| = m * 2^exponent with m in [1, 2)
+    exponent = exponent.clamp_min(fmt.min_exponent)
+    return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - fmt.mantissa_bits)
+
+
+def round_to(x: Tensor, fmt: FloatFormat) -> Tensor:
+    """float64 `x` rounded once to `fmt`, as float64. Overflow gives inf."""
+    # torch converts float64 to a 16-bit format by way of float32, which rounds twice; a grid step does not.
+    step = ulp(x, fmt)
+    rounded = torch.round(x / step) * step  # half to even; exact, since step is a power of two
+    largest = (2.0 - 2.0**-fmt.mantissa_bits) * 2.0 ** (1 - fmt.min_exponent)
+    return torch.where(rounded.abs() > largest, torch.sign(x) * math.inf, rounded)
+
+
+def weighings(
+    facts: RoundingFacts, qk_dims: tuple[int, int], constants: Constants = CONSTANTS
+) -> tuple[Weighing, Weighing]:
+    """The per-key variances that the reference sums up: (times (v_j - o)^2, times v_j^2). qk_dims: nope, rope."""
+    rounds_p = facts.p_dtype != "fp32"
+
+    def centred(t: KeyTerms) -> Tensor:
+        w = t.p.square() * _score_variance(t, qk_dims, constants)
+        return w + _p_variance(t, facts, constants) if rounds_p and facts.rowsum == "rounded" else w
+
+    def plain(t: KeyTerms) -> Tensor:
+        random, _ = _chain(t.num_keys, facts.tile, constants)
+        w = t.p.square() * (random * _U32**2 * constants.unknown)
+        return w + _p_variance(t, facts, constants) if rounds_p and facts.rowsum == "unrounded" else w
+
+    return centred, plain
+
+
+def partial_states(facts: RoundingFacts, constants: Constants = CONSTANTS) -> PartialStates | None:
+    """What the reference must compute about split-KV partial outputs, or None when their storage rounds nothing."""
+    if facts.partial_dtype == "fp32" or facts.max_splits == 1:
+        return None
+    fmt = FORMATS[facts.partial_dtype]
+    return PartialStates(facts.max_splits, lambda out: constants.known * ulp(out, fmt).square())
+
+
+def _score_variance(t: KeyTerms, qk_dims: tuple[int, int], c: Constants) -> Tensor:
+    """Variance of the relative error of exp(s_j - max), from the fp32 dot product to exp."""
+    nope, rope = qk_dims
+    # The score may come from the nope part alone; the rope part's additions then round the whole score each.
+    dot = (c.random_walk * nope + rope) * t.gram + (c.drift * nope + rope) * t.score.square()
+    return _U32**2 * (c.unknown * (dot + c.argument * t.score.square()) + c.exp)
+
+
+def _p_variance(t: KeyTerms, facts: RoundingFacts, c: Constants) -> Tensor:
+    """Variance of storing p_j in p_dtype, relative to the row's (running) maximum."""
+    fmt = FORMATS[facts.p_dtype]
+    w = c.unknown * fmt.unit_roundoff**2 * t.p.square()
+    # Below the normal range the step is fixed; a p under half of it becomes 0, and errs by itself.
+    floor = c.known * (fmt.min_subnormal * t.p_max).square()
+    w = torch.minimum(t.p.square(), torch.maximum(w, floor))
+    # The largest p is exp(0) = 1 when it is rounded, and so exact.
+    return w.masked_fill(t.p >= t.p_max, 0.0)
+
+
+def _chain(num_keys: Tensor, tile: int | None, c: Constants) -> tuple[Tensor, Tensor]:
+    """Rounding variance of summing num_keys numbers, tile by tile, in units of `unknown` u^2.
+
+    Returns the factors of the sum of squares (random signs) and of the square of the sum (drift).
+    """
+    n = num_keys.clamp_min(1.0)
+    inner = n.clamp_max(float(tile or _UNBOUNDED))
+    outer = n / inner  # additions of a tile to the accumulator
+    return c.random_walk * (inner + outer), c.drift * (inner / outer + outer)
+
+
+def noise_of(ref: Attention, facts: RoundingFacts, constants: Constants = CONSTANTS) -> Noise:
+    """The noise of a kernel with these facts. `ref` was computed with their `weighings` and `partial_states` alone."""
+    c, fmt, o = constants, FORMATS[facts.out_dtype], ref.out
+    centred, plain = ref.sums
+    partial = ref.partial_variances[0] if ref.partial_variances else None
+    num_keys = ref.num_keys[:, None]
+    _, drift = _chain(num_keys, facts.tile, c)
+    drift = drift * _U32**2 * c.unknown  # [T, 1]
+
+    # sum_j w_j (v_j - o)^2, expanded; cancellation can leave it a hair below 0.
+    spread = (centred.v2 - 2 * o * centred.v + o.square() * centred.one[..., None]).clamp_min(0.0)
+    keyed = spread + plain.v2
+    # Two sums drift, that of P.V and the denominator.
+    inner = keyed + 2 * drift[..., None] * o.square()
+    if partial is not None:
+        inner = inner + partial
+    step = ulp(o, fmt)
+    # The rounding of a known number is known: never charge less than what rounding the expected value itself shows,
+    # which matters where values sit on the format's ties (an average of two).
+    rounding = torch.maximum(c.known * step.square(), (round_to(o, fmt) - o).square().nan_to_num(posinf=0.0))
+    out = inner + rounding
+
+    norm2 = o.square().sum(-1)  # |o|^2
+    along = (centred.along2 - 2 * norm2 * centred.along + norm2.square() * centred.one).clamp_min(0.0) + plain.along2
+    safe = norm2.square().masked_fill(norm2 == 0, 1.0)
+    # The denominator's drift is one factor for the whole row; P.V's differs from dim to dim.
+    slope = along / safe + drift + drift * o.square().square().sum(-1) / safe
+    if partial is not None:
+        slope = slope + (o.square() * partial).sum(-1) / safe
+
+    lse_drift = _chain(num_keys, facts.tile, c)[1] * _U32**2 * c.unknown
+    lse = centred.one + lse_drift + c.log
+    lse = lse + _U32**2 * c.unknown * (c.lse * ref.lse.square() + c.shared_scale * ref.mean_score.square())
+    one = centred.one + plain.one
+    square = centred.square + plain.square
+    return Noise(
+        inner=inner,
+        out=out,
+        slope=slope,
+        lse=lse,
+        shared=(keyed / out).mean(-1),
+        # sum(w)^2 / sum(w^2) counts equal weights; the two weighings share their keys, hence the 2.
+        num_sources=one.square() / (2 * square).clamp_min(torch.finfo(torch.float64).tiny),
+    )
+
+
+def z_limit(count: int, probability: float) -> float:
+    """|z| that the largest of `count` normal numbers exceeds with at most this probability."""
+    return -NormalDist().inv_cdf(probability / (2 * max(count, 1)))
+
+
+def rms_limit(dof: float, probability: float) -> float:
+    """What the root mean square of z exceeds with this probability, for a mean of squares with `dof` degrees of freedom.
+
+    Wilson and Hilferty's cube-root approximation of the chi-square quantile (PNAS 17, 1931).
+    """
+    if dof <= 0:
+        return math.inf
+    h = 2 / (9 * dof)
+    return float((1 - h - NormalDist().inv_cdf(probability) * math.sqrt(h)) ** 1.5)
+

@@ -1,0 +1,153 @@
+"""RunConfig -> Plan: which cases run on which kernels, and which claims of theirs the run has to decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mla_verify.cases import CaseSpec
+from mla_verify.config import RunConfig
+from mla_verify.errors import UsageError
+from mla_verify.kernels import kernel_names, load_kernel
+from mla_verify.kernels.contract import Kernel
+from mla_verify.suites import SUITES, suite_cases
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """One case on one kernel."""
+
+    spec: CaseSpec | None  # None: the case of an --inputs file
+    case_id: str
+    kernel: Kernel
+    claim: str
+    form: str
+    dtype: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    entries: tuple[PlanEntry, ...]  # case by case, kernels inside: they share inputs and reference
+    kernels: tuple[Kernel, ...]  # selected, with entries or without
+    named: tuple[str, ...] = ()  # kernels that --kernel or --require asked for
+    required: tuple[str, ...] = ()
+    unavailable: Mapping[str, str] = field(default_factory=dict)  # kernel -> why; selected only when named
+    # kernel -> ("phase", "decode"), ("dtype", "bf16"), ...: what it claims and this run has to decide.
+    claims: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know before the run: kernels that cannot run, or have nothing to run."""
+        notes = []
+        for name, why in self.unavailable.items():
+            if name in self.required:
+                notes.append(f"warning: {name} is required and unavailable here: {why}")
+                notes.append("hint: the rest runs, but the run ends inconclusive (exit 3); mla-verify list kernels")
+            elif name in self.named:
+                notes.append(f"warning: {name} is unavailable here, its cases are UNSUPPORTED: {why}")
+            else:
+                notes.append(f"note: {name} is left out, it is unavailable here: {why}")
+        idle = [kernel for kernel in self.kernels if all(entry.kernel is not kernel for entry in self.entries)]
+        notes += [
+            f"note: no selected case has {k.name}'s form, {k.contract.form}" for k in idle if k.name in self.named
+        ]
+        return tuple(notes)
+
+
+@dataclass(frozen=True)
+class _Case:
+    spec: CaseSpec | None
+    id: str
+    claim: str
+    form: str
+    dtype: str
+    phase: str
+
+    @classmethod
+    def of(cls, spec: CaseSpec, claim: str) -> _Case:
+        return cls(spec, spec.id, claim, spec.form, spec.dtype, spec.phase)
+
+
+def build_plan(config: RunConfig) -> Plan:
+    """Every selected case on every selected kernel of its form. Raises UsageError when that is nothing."""
+    named = tuple(dict.fromkeys([*config.kernels, *config.required]))
+    selected = dict.fromkeys([*(config.kernels or kernel_names()), *config.required])
+    loaded = {name: load_kernel(name) for name in selected}
+    unavailable = {name: why for name, kernel in loaded.items() if (why := why_unavailable(kernel, config.device))}
+    kernels = tuple(kernel for name, kernel in loaded.items() if name in named or name not in unavailable)
+    all_cases = _cases(config)
+    cases = [case for case in all_cases if not config.dtypes or case.dtype in config.dtypes]
+    entries = tuple(
+        PlanEntry(case.spec, case.id, kernel, case.claim, case.form, case.dtype, case.phase)
+        for case in cases
+        for kernel in kernels
+        if kernel.contract.form == case.form
+    )
+    if not entries:
+        raise _nothing_planned(config, kernels, all_cases, cases)
+    return Plan(
+        entries=entries,
+        kernels=kernels,
+        named=named,
+        required=config.required,
+        unavailable=unavailable,
+        claims={kernel.name: _claims(config, kernel, entries) for kernel in kernels},
+    )
+
+
+def why_unavailable(kernel: Kernel, device: str) -> str | None:
+    """The kernel's own reason. One whose library breaks on import is unavailable: it must not cost the others' run."""
+    try:
+        return kernel.why_unavailable(device)
+    except Exception as error:
+        return f"asking whether it is available raised {type(error).__name__}: {error}"
+
+
+def _cases(config: RunConfig) -> list[_Case]:
+    if config.inputs is not None:
+        from mla_verify.inputs_file import read_inputs_file
+
+        case = read_inputs_file(config.inputs)
+        claim = f"the tensors of {config.inputs.name} give the reference's result"
+        return [_Case(None, case.spec_id, claim, case.form, case.dtype, case.phase)]
+    if config.suite is not None:
+        named = [(case.spec, case.claim) for case in suite_cases(config.suite)]
+    else:
+        known = {case.spec: case.claim for suite in SUITES for case in suite_cases(suite)}
+        named = [(spec, known.get(spec, "named on the command line, in no suite")) for spec in config.cases]
+    if config.seed is not None:
+        named = [(spec.with_seed(config.seed), claim) for spec, claim in named]
+    once: dict[CaseSpec, str] = {}
+    for spec, claim in named:
+        once.setdefault(spec, claim)  # with --seed, cases that differed in their seed alone become one
+    return [_Case.of(spec, claim) for spec, claim in once.items()]
+
+
+def _claims(config: RunConfig, kernel: Kernel, entries: Sequence[PlanEntry]) -> tuple[tuple[str, str], ...]:
+    contract = kernel.contract
+    phases, dtypes = list(contract.phases), list(contract.dtypes)
+    if config.dtypes:
+        dtypes = [dtype for dtype in dtypes if dtype in config.dtypes]
+    if config.suite is None:
+        # Single cases were asked for: a claim that none of them touches is no business of this run.
+        planned = [entry for entry in entries if entry.kernel is kernel]
+        phases = [phase for phase in phases if any(entry.phase == phase for entry in planned)]
+        dtypes = [dtype for dtype in dtypes if any(entry.dtype == dtype for entry in planned)]
+    return (*(("phase", phase) for phase in phases), *(("dtype", dtype) for dtype in dtypes))
+
+
+def _nothing_planned(
+    config: RunConfig, kernels: Sequence[Kernel], all_cases: Sequence[_Case], cases: Sequence[_Case]
+) -> UsageError:
+    """Which of the selections left nothing, and what to change."""
+    if not kernels:
+        return UsageError(f"no kernel is available on {config.device}", "mla-verify list kernels says why")
+    if all_cases and not cases:
+        there = " ".join(sorted({case.dtype for case in all_cases}))
+        return UsageError(f"no selected case has dtype {' or '.join(config.dtypes)}", f"they have: {there}")
+    forms = sorted({case.form for case in cases})
+    names = " or ".join(kernel.name for kernel in kernels)
+    takes = " or ".join(sorted({kernel.contract.form for kernel in kernels}))
+    able = [name for name in kernel_names() if load_kernel(name).contract.form in forms]
+    hint = f"kernels of that form: {', '.join(able)}" if able else "mla-verify list kernels shows each kernel's form"
+    return UsageError(f"{names} takes form {takes}, and the selected cases have form {' or '.join(forms)}", hint)

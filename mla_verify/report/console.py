@@ -1,0 +1,108 @@
+"""RunReport -> what the terminal shows: a table by kernel, each failure in full, the decision with its reasons last."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mla_verify.report.text import failed_checks, worst_of
+from mla_verify.results import CaseResult, RunReport, Verdict
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+MAX_BLOCKS = 20  # failures shown in full: enough to see a pattern, and the table and the decision stay in sight
+_TRACEBACK_LINES = 6  # of a failure's traceback; the JSON report has all of it
+_STYLES = {"pass": "bold green", "wrong": "bold red", "inconclusive": "bold yellow", "interrupted": "bold yellow"}
+
+
+def print_report(report: RunReport, console: Console) -> None:
+    """Print the whole report. Ids and commands are never wrapped, so that they can be copied and searched for."""
+    wrong = [result for result in report.results if result.verdict.wrong]
+    for result in wrong[:MAX_BLOCKS]:
+        _line(console, f"{result.verdict.value}  {result.kernel}  {result.case}", style="bold red")
+        _lines(console, [*_block(result), ""])
+    if len(wrong) > MAX_BLOCKS:
+        _lines(
+            console, [f"... and {len(wrong) - MAX_BLOCKS} more that are wrong: see the table, or --json for all", ""]
+        )
+    _lines(console, _not_decided(report.results))
+    console.print(_table(report))
+    _lines(console, _worst_lines(report))
+    decided = sum(result.verdict.decided for result in report.results)
+    headline = f"{report.decision.upper()}: {decided} of {len(report.plan)} planned cases decided, {len(wrong)} wrong"
+    _line(console, f"{headline} (exit {report.exit_code})", style=_STYLES.get(report.decision, ""))
+    _lines(console, [f"  {reason}" for reason in report.reasons])
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    # Plain text: a kernel's message may well hold what rich takes for markup.
+    console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _lines(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        _line(console, line)
+
+
+def _block(result: CaseResult) -> list[str]:
+    lines = [f"  claim   {result.claim}"] if result.claim else []
+    lines += [f"  reason  {result.reason}"] if result.reason else []
+    lines += [f"  {line}" for line in failed_checks(result)]
+    trace = result.traceback.rstrip().splitlines()
+    if len(trace) > _TRACEBACK_LINES:
+        lines.append("    ...")
+    lines += [f"    {line}" for line in trace[-_TRACEBACK_LINES:]]
+    lines += [f"  ran     {result.ran}"] if result.ran else []
+    return [*lines, f"  repeat  {result.repeat}"]
+
+
+def _not_decided(results: Sequence[CaseResult]) -> list[str]:
+    """One line for all cases of a kernel that stay open for the same reason."""
+    open_results = [result for result in results if not result.verdict.decided]
+    kinds = Counter((result.verdict.value, result.kernel, result.reason) for result in open_results)
+    lines = [f"{verdict}  {kernel}: {count} x {reason}" for (verdict, kernel, reason), count in kinds.most_common()]
+    if len(lines) > MAX_BLOCKS:
+        lines[MAX_BLOCKS:] = [f"... and {len(lines) - MAX_BLOCKS} more reasons: see --json"]
+    for result in open_results:
+        if result.tool_error and result.traceback:
+            lines += ["", f"mla-verify itself failed on {result.case}:", *result.traceback.rstrip().splitlines()]
+            break  # the first: those that follow mostly repeat it
+    return [*lines, ""] if lines else []
+
+
+def _table(report: RunReport) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("kernel", overflow="fold")
+    for heading in ("planned", "decided", "passed", "failed", "unsupported", "worst z"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for kernel in dict.fromkeys(planned.kernel for planned in report.plan):
+        mine = [result for result in report.results if result.kernel == kernel]
+        failed = sum(result.verdict.wrong for result in mine)
+        worst = worst_of(mine)
+        table.add_row(
+            Text(kernel),
+            str(len(mine)),
+            str(sum(result.verdict.decided for result in mine)),
+            str(sum(result.verdict is Verdict.PASS for result in mine)),
+            Text(str(failed), style="bold red" if failed else ""),
+            str(sum(result.verdict is Verdict.UNSUPPORTED for result in mine)),
+            f"{abs(worst[2].z):.3g}" if worst else "-",
+        )
+    return table
+
+
+def _worst_lines(report: RunReport) -> list[str]:
+    lines = []
+    for kernel in dict.fromkeys(planned.kernel for planned in report.plan):
+        worst = worst_of([result for result in report.results if result.kernel == kernel])
+        if worst:
+            result, tensor, location = worst
+            lines += [f"worst z of {kernel}: {tensor} of {result.case}", f"  {location}"]
+    return [*lines, ""] if lines else []

@@ -1,0 +1,63 @@
+"""What `mla-verify list` and `mla-verify kernels --list` print."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from mla_verify.dims import ODD_HEADS, PRESETS
+from mla_verify.kernels import kernel_names, load_kernel
+from mla_verify.plan import Plan, why_unavailable
+from mla_verify.report.text import columns
+from mla_verify.suites import SUITES, suite_cases
+
+
+def list_suites() -> str:
+    rows = [("suite", "cases", "summary")]
+    rows += [(name, str(len(suite_cases(name))), suite.summary) for name, suite in SUITES.items()]
+    return columns(rows, right=(1,))
+
+
+def list_dims() -> str:
+    """Heads that one rank holds, by preset and tensor parallelism, and the dims that go with them."""
+    sizes = sorted({tp for preset in PRESETS.values() for tp in preset.tensor_parallel_sizes()})
+    rows = [("heads per rank", *(f"TP {tp}" for tp in sizes), "source")]
+    for preset in PRESETS.values():
+        heads = [str(preset.heads_at(tp)) if tp in preset.tensor_parallel_sizes() else "-" for tp in sizes]
+        rows.append((preset.name, *heads, preset.source))
+    lines = [columns(rows, right=range(1, len(sizes) + 1)), ""]
+    for dims in dict.fromkeys(preset.dims for preset in PRESETS.values()):
+        names = ", ".join(name for name, preset in PRESETS.items() if preset.dims == dims)
+        lines.append(
+            f"kv_lora_rank {dims.kv_lora_rank}, qk_rope_head_dim {dims.qk_rope_head_dim}, "
+            f"qk_nope_head_dim {dims.qk_nope_head_dim}, v_head_dim {dims.v_head_dim}: {names}"
+        )
+    return "\n".join([*lines, f"odd head counts, of no preset: {' '.join(map(str, ODD_HEADS))}"])
+
+
+def list_kernels(device: str) -> str:
+    """Each kernel's contract, and whether it can run here on `device` or why not."""
+    blocks = []
+    for name in kernel_names():
+        kernel = load_kernel(name)
+        contract, why = kernel.contract, why_unavailable(kernel, device)
+        sizes = "any" if contract.page_sizes is None else " ".join(map(str, contract.page_sizes))
+        state = f"available on {device}, {kernel.version()}" if why is None else f"unavailable on {device}: {why}"
+        facts = [
+            ("form", contract.form),
+            ("dtypes", " ".join(contract.dtypes)),
+            ("phases", " ".join(contract.phases)),
+            ("LSE", "returned" if contract.returns_lse else "not returned"),
+            *([("pages", sizes)] if contract.form == "absorbed" else []),
+        ]
+        blocks.append("\n".join([f"{name}  {state}", *(f"  {line}" for line in columns(facts).splitlines())]))
+    return "\n\n".join(blocks)
+
+
+def list_plan(plan: Plan) -> str:
+    """Each case with its kernels and its claim."""
+    lines = []
+    for (case_id, claim), group in groupby(plan.entries, key=lambda entry: (entry.case_id, entry.claim)):
+        entries = list(group)
+        lines += [f"{case_id}  {' '.join(entry.kernel.name for entry in entries)}", f"    {claim}"]
+    cases = len({entry.case_id for entry in plan.entries})
+    return "\n".join([*lines, "", f"{cases} cases, {len(plan.entries)} verdicts planned"])

@@ -1,0 +1,294 @@
+"""The run: for each case, every kernel first and the reference second, then one verdict for every planned pair."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mla_verify.config import repeat_command
+from mla_verify.plan import PlanEntry, why_unavailable
+from mla_verify.results import CaseResult, Comparison, Verdict
+
+if TYPE_CHECKING:
+    from mla_verify.expected import Expected
+    from mla_verify.kernels.contract import RoundingFacts
+    from mla_verify.tensors import MLAInputs, MLAOutput
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    results: tuple[CaseResult, ...]  # one for each entry, in their order
+    interrupted: bool
+
+
+@dataclass
+class _Attempt:
+    """One kernel on one case, on its way to a verdict."""
+
+    entry: PlanEntry
+    result: CaseResult
+    output: MLAOutput | None = None
+    facts: RoundingFacts | None = None
+
+
+def run_plan(
+    entries: Sequence[PlanEntry],
+    *,
+    device: str,
+    fail_fast: bool,
+    on_result: Callable[[CaseResult], None],
+    inputs_file: Path | None = None,
+) -> RunOutcome:
+    """Run every entry on `device`. Kernels of one case that follow each other share its inputs and its reference.
+
+    Never raises for what a kernel does. Ctrl-C, or a wrong result under `fail_fast`, leaves the rest NOT_RUN.
+    """
+    results: list[CaseResult] = []
+    reported = 0
+    stopped = ""
+    interrupted = False
+    try:
+        for _, group in groupby(entries, key=lambda entry: entry.case_id):
+            if stopped:
+                break
+            for result in _run_case(list(group), device, inputs_file):
+                results.append(result)
+                on_result(result)
+                reported += 1
+                if fail_fast and result.verdict.wrong:
+                    stopped = f"stopped by --fail-fast after {result.kernel} on {result.case}"
+                    break
+    except KeyboardInterrupt:
+        stopped, interrupted = "interrupted", True
+    for entry in entries[len(results) :]:
+        results.append(replace(_blank(entry, device, inputs_file), reason=stopped))
+    return RunOutcome(tuple(results), interrupted)
+
+
+def _blank(entry: PlanEntry, device: str, inputs_file: Path | None) -> CaseResult:
+    return CaseResult(
+        case=entry.case_id,
+        kernel=entry.kernel.name,
+        verdict=Verdict.NOT_RUN,
+        reason="",
+        repeat=repeat_command(entry.kernel.name, entry.case_id, device, inputs_file),
+        claim=entry.claim,
+        phase=entry.phase,
+        dtype=entry.dtype,
+    )
+
+
+def _run_case(entries: list[PlanEntry], device: str, inputs_file: Path | None) -> Iterator[CaseResult]:
+    """The results of one case's kernels, in order, once all of them are there."""
+    attempts = [_Attempt(entry, _blank(entry, device, inputs_file)) for entry in entries]
+    for attempt in attempts:
+        _check_support(attempt, device)
+    open_attempts = [a for a in attempts if a.result.verdict is not Verdict.UNSUPPORTED]
+    if open_attempts:
+        with _tool_errors(open_attempts):
+            _run_and_judge(open_attempts, device, inputs_file)
+    yield from (attempt.result for attempt in attempts)
+
+
+def _check_support(attempt: _Attempt, device: str) -> None:
+    entry = attempt.entry
+    kernel = entry.kernel
+    why = why_unavailable(kernel, device)
+    if why is None and entry.dtype not in kernel.contract.dtypes:
+        why = f"dtype {entry.dtype} is not among {', '.join(kernel.contract.dtypes)}"
+    if why is None and entry.phase not in kernel.contract.phases:
+        why = f"phase {entry.phase} is not among {', '.join(kernel.contract.phases)}"
+    if why is None and entry.spec is not None:
+        pages = kernel.contract.page_sizes
+        if pages is not None and entry.spec.page_size not in pages:
+            why = f"page size {entry.spec.page_size} is not among {', '.join(map(str, pages))}"
+        else:
+            why = kernel.why_not(entry.spec)
+    if why is not None:
+        attempt.result = replace(attempt.result, verdict=Verdict.UNSUPPORTED, reason=why)
+
+
+@contextmanager
+def _tool_errors(attempts: list[_Attempt]) -> Iterator[None]:
+    """Out of memory and errors of the tool cost this case its verdict, and nothing else."""
+    try:
+        yield
+    except Exception as error:
+        reason, is_tool = f"{type(error).__name__}: {error}", True
+        if _out_of_memory(error):
+            reason, is_tool = f"out of memory: {_first_line(error)}", False
+        for attempt in attempts:
+            if attempt.output is not None or attempt.result.verdict is Verdict.NOT_RUN:
+                attempt.result = replace(
+                    attempt.result,
+                    verdict=Verdict.NOT_RUN,
+                    reason=f"error of the tool: {reason}" if is_tool else reason,
+                    traceback=traceback.format_exc() if is_tool else "",
+                    tool_error=is_tool,
+                )
+
+
+def _run_and_judge(attempts: list[_Attempt], device: str, inputs_file: Path | None) -> None:
+    clock = _Clock()
+    inputs = _make_inputs(attempts[0].entry, device, inputs_file)
+    clock.lap("inputs")
+    pristine = {name: tensor.clone() for name, tensor in inputs.named_tensors().items()}
+    # Every kernel runs before the reference allocates: a fresh buffer could otherwise hold the right answer already.
+    for attempt in attempts:
+        _run_kernel(attempt, inputs)
+        damaged = _damaged(inputs, pristine)
+        if damaged and attempt.result.verdict is Verdict.NOT_RUN:
+            _settle(attempt, Verdict.FAIL, f"the kernel changed its input {' and '.join(damaged)} in place")
+        for name in damaged:
+            inputs.named_tensors()[name].copy_(pristine[name])
+    judged = [attempt for attempt in attempts if attempt.output is not None]
+    if not judged:
+        return
+    from mla_verify.expected import expect
+
+    clock.lap("kernels")
+    expected = expect(inputs, [a.facts for a in judged if a.facts])
+    clock.lap("reference")
+    sizes = _fault_sizes(attempts[0].entry, inputs, expected)
+    clock.lap("vacuity")
+    for attempt in judged:
+        _judge(attempt, inputs, expected, sizes)
+    clock.lap("compare")
+    shared = {stage: seconds / len(judged) for stage, seconds in clock.laps.items() if stage != "kernels"}
+    for attempt in judged:
+        attempt.result = replace(attempt.result, seconds={**attempt.result.seconds, **shared})
+
+
+def _make_inputs(entry: PlanEntry, device: str, inputs_file: Path | None) -> MLAInputs:
+    if entry.spec is not None:
+        from mla_verify.inputs import make_inputs
+
+        return make_inputs(entry.spec, device)
+    from mla_verify.inputs import move
+    from mla_verify.inputs_file import read_inputs_file
+
+    assert inputs_file is not None
+    return move(read_inputs_file(inputs_file).load(), device)
+
+
+def _run_kernel(attempt: _Attempt, inputs: MLAInputs) -> None:
+    from mla_verify.compare import wrong_shape
+    from mla_verify.formats import FORMATS
+    from mla_verify.tensors import output_buffers
+
+    entry = attempt.entry
+    contract = entry.kernel.contract
+    facts = contract.facts(entry.dtype)
+    buffers = output_buffers(inputs, FORMATS[facts.out_dtype].torch_dtype)
+    started = time.perf_counter()
+    try:
+        output = entry.kernel.run(inputs, buffers)
+        _synchronize(inputs)
+    except Exception as error:
+        if _out_of_memory(error):
+            attempt.result = replace(attempt.result, reason=f"out of memory in the kernel: {_first_line(error)}")
+            return
+        _settle(attempt, Verdict.ERROR, f"the kernel raised {type(error).__name__}: {_first_line(error)}")
+        attempt.result = replace(attempt.result, traceback=traceback.format_exc())
+        return
+    finally:
+        attempt.result = replace(attempt.result, seconds={"kernel": time.perf_counter() - started})
+    attempt.result = replace(attempt.result, ran=entry.kernel.ran())
+    wrong = wrong_shape(output, inputs, facts.out_dtype, contract.returns_lse)
+    if wrong:
+        _settle(attempt, Verdict.WRONG_SHAPE, wrong)
+        return
+    attempt.output, attempt.facts = output, facts
+
+
+def _judge(attempt: _Attempt, inputs: MLAInputs, expected: Expected, sizes: dict[str, tuple]) -> None:  # type: ignore[type-arg]
+    from mla_verify.compare import compare_output
+    from mla_verify.vacuity import unseen_faults
+
+    assert attempt.output is not None and attempt.facts is not None
+    if attempt.result.verdict is not Verdict.NOT_RUN:
+        return  # it damaged its inputs
+    comparisons = compare_output(attempt.output, expected, attempt.facts, inputs)
+    attempt.result = replace(attempt.result, comparisons=comparisons)
+    failed = [c for c in comparisons if not c.passed]
+    unseen = unseen_faults(sizes, expected, attempt.facts)
+    if failed:
+        _settle(attempt, Verdict.FAIL, "; ".join(failure_sentence(c) for c in failed))
+    elif unseen:
+        reason = f"the case cannot tell: it would pass a kernel that {' or that '.join(unseen)}"
+        attempt.result = replace(attempt.result, reason=reason)
+    else:
+        _settle(attempt, Verdict.PASS, "")
+
+
+def failure_sentence(comparison: Comparison) -> str:
+    """What a failed comparison says, in one sentence."""
+    check = next(check for check in comparison.checks if not check.passed)
+    where = f" at {comparison.worst}" if comparison.worst else ""
+    if check.name == "nonfinite":
+        return f"{comparison.tensor}: NaN or infinity where it must not be, or not where it must: {check.detail};{where}"
+    if check.name == "max_z":
+        return f"{comparison.tensor}: |z| {check.value:.4g} is over {check.limit:.3g}{where}"
+    return f"{comparison.tensor}: {check.name} {check.value:.4g} is over {check.limit:.3g}, {check.detail}; worst{where}"
+
+
+def _fault_sizes(entry: PlanEntry, inputs: MLAInputs, expected: Expected) -> dict[str, tuple]:  # type: ignore[type-arg]
+    from mla_verify.regimes import REGIME_TABLE
+    from mla_verify.vacuity import fault_sizes
+
+    # Real activations claim nothing but that they are not all zero.
+    faults = REGIME_TABLE[entry.spec.regime].shows if entry.spec else ("zeros",)
+    return fault_sizes(inputs, expected, faults)
+
+
+def _settle(attempt: _Attempt, verdict: Verdict, reason: str) -> None:
+    attempt.result = replace(attempt.result, verdict=verdict, reason=reason)
+
+
+def _damaged(inputs: MLAInputs, pristine: dict[str, object]) -> list[str]:
+    import torch
+
+    # As bytes: NaN poison equals itself, and -0.0 is not 0.0.
+    return [
+        name
+        for name, tensor in inputs.named_tensors().items()
+        if not torch.equal(tensor.view(torch.uint8), pristine[name].view(torch.uint8))  # type: ignore[attr-defined]
+    ]
+
+
+def _synchronize(inputs: MLAInputs) -> None:
+    if inputs.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(inputs.device)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    import torch
+
+    # The CPU allocator raises a plain RuntimeError.
+    texts = ("not enough memory", "out of memory", "can't allocate memory")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+@dataclass
+class _Clock:
+    laps: dict[str, float] = field(default_factory=dict)
+    last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.laps[stage] = now - self.last
+        self.last = now
