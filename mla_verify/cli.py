@@ -176,8 +176,8 @@ def _run(args: list[str]) -> int:
 
 
 def _as_ours(error: click.UsageError) -> UsageError:
-    path = error.ctx.command_path if error.ctx else "mla-verify"
-    hint = f"{path} --help lists the options"
+    # click leaves out the context of an option that lacks its value.
+    hint = f"{error.ctx.command_path} --help lists the options" if error.ctx else "--help lists a command's options"
     if isinstance(error, click.NoSuchOption):
         known = [name for param in error.ctx.command.params for name in param.opts] if error.ctx else []
         return UsageError(f"unknown option {error.option_name!r}", did_you_mean(error.option_name, known, hint))

@@ -72,7 +72,7 @@ def _compare_out(
         checks += [
             Check("max_z", float(z.abs().max()), z_limit(z.numel(), probability), "largest |z|"),
             _rms_check(z, noise, probability),
-            _slope_check(torch.where(actual.isfinite(), actual, 0.0), o, rounded, noise, ulp(o, fmt), probability),
+            _slope_check(torch.where(actual.isfinite(), actual, 0.0), expected, rounded, noise, ulp(o, fmt), probability),
         ]
     return _comparison("out", tuple(checks), actual, o, error, z, foreign, inputs)
 
@@ -116,27 +116,28 @@ def _rms_check(z: Tensor, noise: Noise, probability: float) -> Check:
 
 
 def _slope_check(
-    actual: Tensor, o: Tensor, rounded: Tensor, noise: Noise, step: Tensor, probability: float
+    actual: Tensor, expected: Expected, rounded: Tensor, noise: Noise, step: Tensor, probability: float
 ) -> Check:
     """Relative scale error by head, against its standard error.
 
     The error is taken from the rounded expected value: it is 0 wherever the kernel rounds as that does, so that a row
     with little error of its own has next to none, and a scale error of a fraction of a unit in the last place shows.
     """
-    norm2 = o.square().sum(-1)  # [T, H]
-    weight = torch.where((norm2 > 0) & rounded.isfinite().all(-1), 1 / norm2.clamp_min(1e-300), 0.0)
+    o, d = expected.attention.out, expected.attention.direction
+    reach = (d * o).sum(-1)  # [T, H], positive unless the row is 0
+    weight = torch.where((reach > 0) & rounded.isfinite().all(-1), 1 / reach.clamp_min(1e-300), 0.0)
     sigma = noise.inner.sqrt()
     # An element this close to a tie may go either way, and all of a row may go one way together: its error is taken
     # from the unrounded value, and half a step of it is allowed. Only where ties are rare: they are no rare event where
     # sigma is near a step.
     tied = (step / 2 - (rounded - o).abs() < _TIE_SIGMAS * sigma) & (sigma < step / _RARE_TIES)
     residual = torch.where(rounded.isfinite(), actual - torch.where(tied, o, rounded), 0.0)
-    slope = (o * residual).sum(-1) * weight
-    allowance = (torch.where(tied, step / 2, 0.0) * o.abs()).sum(-1) * weight
+    slope = (d * residual).sum(-1) * weight
+    allowance = (torch.where(tied, step / 2, 0.0) * d.abs()).sum(-1) * weight + noise.slope_bias
     # Mean square of round(o + e) - round(o) for e of variance inner: a full step now and then while e is small,
     # e itself and two roundings when it is large.
     flips = torch.minimum(step.square() / 6, math.sqrt(2 / math.pi) * step * sigma)
-    variance = noise.slope + (o.square() * flips).sum(-1) * weight.square()
+    variance = noise.slope + (d.square() * flips).sum(-1) * weight.square()
 
     precision = torch.where(weight > 0, 1 / variance.clamp_min(1e-300), 0.0)
     total = precision.sum(0)  # [H]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from mla_verify.plan import Plan
 from mla_verify.results import CaseResult, Verdict
+
+if TYPE_CHECKING:
+    from mla_verify.plan import Plan
 
 EXIT_PASS, EXIT_WRONG, EXIT_USAGE, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -50,9 +52,6 @@ def _inconclusive(plan: Plan, results: Sequence[CaseResult]) -> list[str]:
     reasons = []
     if not any(result.verdict.decided for result in results):
         reasons.append("No case was decided.")
-    tool_errors = sum(result.tool_error for result in results)
-    if tool_errors:
-        reasons.append(f"mla-verify itself failed in {_cases(tool_errors)}.")
     for kernel in plan.kernels:
         mine = _of(kernel.name, results)
         reasons += _without_verdict(kernel.name, mine)
@@ -61,7 +60,8 @@ def _inconclusive(plan: Plan, results: Sequence[CaseResult]) -> list[str]:
 
 
 def _without_verdict(kernel: str, results: Sequence[CaseResult]) -> list[str]:
-    open_results = [result for result in results if result.verdict in (Verdict.TIMEOUT, Verdict.NOT_RUN)]
+    """TIMEOUT, NOT_RUN and whatever an error of the tool left behind, by reason."""
+    open_results = [r for r in results if r.tool_error or r.verdict in (Verdict.TIMEOUT, Verdict.NOT_RUN)]
     kinds = Counter((result.verdict.value, result.reason.rstrip(".")) for result in open_results)
     return [
         f"{kernel}: {_cases(count)} {verdict}" + (f" ({reason})." if reason else ".")
@@ -74,7 +74,7 @@ def _undecided(plan: Plan, kernel: str, results: Sequence[CaseResult]) -> list[s
     decided = [result for result in results if result.verdict.decided]
     if not decided and kernel in plan.named:
         asked = "required" if kernel in plan.required else "selected"
-        none = f"none of its {_cases(len(results))} was decided" if results else "no selected case is of its form"
+        none = "none of its cases was decided" if results else "no selected case is of its form"
         why = plan.unavailable.get(kernel)
         return [f"{kernel} was {asked}, and {none}" + (f": {why.rstrip('.')}." if why else ".")]
     done = {("phase", result.phase) for result in decided} | {("dtype", result.dtype) for result in decided}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,14 +53,17 @@ def describe_environment(
 
 
 def git_state() -> tuple[str, bool] | None:
-    """Commit of the checkout this runs from and whether the source files differ from it; None when installed."""
+    """Commit of the checkout this runs from and whether the source files differ from it; None without one."""
     root = _PACKAGE.parent
-    # Site-packages of a virtual environment may lie inside some other project's checkout.
-    if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
+    try:
+        # Site-packages of a virtual environment may lie inside some other project's checkout.
+        if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
+            return None
+        # Only what is imported: a report written into the checkout makes no difference to what ran.
+        changes = _git(root, "--no-optional-locks", "status", "--porcelain", "--", _PACKAGE.name, *_MAPPED)
+        return _git(root, "rev-parse", "HEAD"), bool(changes)
+    except (OSError, subprocess.SubprocessError):  # no git here, no repository, or one without a commit
         return None
-    # Only what is imported: a report written into the checkout makes no difference to what ran.
-    changes = _git(root, "--no-optional-locks", "status", "--porcelain", "--", _PACKAGE.name, *_MAPPED)
-    return _git(root, "rev-parse", "HEAD"), bool(changes)
 
 
 def package_hash() -> str:
@@ -92,7 +96,7 @@ def _git(root: Path, *args: str) -> str:
 def _versions(kernels: Iterable[Kernel]) -> dict[str, str | None]:
     versions: dict[str, str | None] = {"mla-verify": mla_verify.__version__, "python": platform.python_version()}
     for library in ("torch", "numpy"):
-        versions[library] = _or_none(lambda name=library: metadata.version(name))
+        versions[library] = _or_none(partial(metadata.version, library))
     for kernel in kernels:
         versions[kernel.name] = _or_none(kernel.version)
     return versions

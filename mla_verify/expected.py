@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_verify.kernels.contract import RoundingFacts
 from mla_verify.noise import CONSTANTS, Constants, Noise, noise_of, partial_states, weighings
-from mla_verify.reference.attention import Attention, KeySums, attend_absorbed, attend_mha
+from mla_verify.reference.attention import Attention, KeySums, PartialRounding, attend_absorbed, attend_mha
 from mla_verify.reference.paged import gather_by_page_table
 from mla_verify.tensors import AbsorbedInputs, MLAInputs
 
@@ -72,7 +72,7 @@ def expect(inputs: MLAInputs, facts: Sequence[RoundingFacts], constants: Constan
         mine = replace(
             whole,
             sums=whole.sums[2 * i : 2 * i + 2],
-            partial_variances=whole.partial_variances[at_partial : at_partial + has_partial],
+            partials=whole.partials[at_partial : at_partial + has_partial],
         )
         at_partial += has_partial
         noise[f] = noise_of(mine, f, constants)
@@ -87,8 +87,12 @@ def _concatenate(parts: list[Attention]) -> Attention:
         KeySums(*(cat([getattr(s, f.name) for s in column]) for f in fields(KeySums)))
         for column in zip(*(p.sums for p in parts), strict=True)
     )
-    partials = tuple(cat(column) for column in zip(*(p.partial_variances for p in parts), strict=True))
+    partials = tuple(
+        PartialRounding(cat([r.variance for r in column]), cat([r.minor for r in column]))
+        for column in zip(*(p.partials for p in parts), strict=True)
+    )
     plain = {
-        name: cat([getattr(p, name) for p in parts]) for name in ("out", "lse", "max_score", "mean_score", "num_keys")
+        name: cat([getattr(p, name) for p in parts])
+        for name in ("out", "direction", "lse", "max_score", "mean_score", "num_keys")
     }
-    return Attention(**plain, sums=sums, partial_variances=partials)
+    return Attention(**plain, sums=sums, partials=partials)

@@ -113,3 +113,22 @@ def _paged(
 
 def _indptr(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def poison_unreferenced(inputs: AbsorbedInputs, poison: float = POISON) -> AbsorbedInputs:
+    """A copy whose unreferenced slots hold `poison` and whose unused page-table entries are huge."""
+    num_pages, page_size = inputs.ckv_cache.shape[:2]
+    used = torch.zeros(num_pages * page_size, dtype=torch.bool)
+    page_table = inputs.page_table.clone()
+    for b, kv_len in enumerate(inputs.kv_lens.tolist()):
+        count = -(-kv_len // page_size)
+        slots = (page_table[b, :count, None].long() * page_size + torch.arange(page_size)).flatten()[:kv_len]
+        used[slots] = True
+        page_table[b, count:] = GARBAGE_PAGE
+    free = ~used.view(num_pages, page_size, 1)
+    return replace(
+        inputs,
+        page_table=page_table,
+        ckv_cache=inputs.ckv_cache.masked_fill(free, poison),
+        kpe_cache=inputs.kpe_cache.masked_fill(free, poison),
+    )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mla_verify.formats import FORMATS, FloatFormat
 from mla_verify.kernels.contract import RoundingFacts
-from mla_verify.reference.attention import Attention, KeyTerms, PartialStates, Weighing
+from mla_verify.reference.attention import Attention, KeyTerms, PartialRounding, PartialStates, Weighing
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,14 @@ class Constants:
     argument: float = 2.0
     # Error of exp in u^2: uniform within 1 ulp (2 u), the bound of the CPU's vector expf.
     exp: float = 4 / 3
-    # Roundings of the LSE at its own size: the sum of maximum and logarithm, the product with ln 2, ln 2 itself.
-    lse: float = 3.0
-    # Roundings that all scores of a row share (sm_scale * log2 e is one fp32 number): they move the LSE by their
-    # relative error times sum p s, but cancel in p to first order.
-    shared_scale: float = 2.0
+    # Roundings of the LSE at its own size: the sum of maximum and logarithm, the product with ln 2.
+    lse: float = 2.0
+    # Error that all scores of a row share, since sm_scale * log2 e is one fp32 number: the product's rounding, and log2 e
+    # itself, which fp32 holds to 0.22 u (0.22^2 / unknown = 1/4). It moves the LSE by its size times sum p s.
+    shared_scale: float = 5 / 4
+    # Where a kernel cuts the keys is known to a tile only, so a partial output is known to a part of its sampling
+    # variance; one that happens to be near 0 for our cut must not count as exact.
+    cut: float = 1 / 2
     # Absolute error of log: PTX gives lg2.approx 2^-22 for arguments near 1; uniform within it.
     log: float = (2.0**-22) ** 2 / 3
     # Probability of calling an honest kernel wrong, per case and tensor; shared out among the statistics.
@@ -59,7 +62,8 @@ class Noise:
 
     inner: Tensor  # of an output element before it is rounded to out_dtype
     out: Tensor  # of an output element as it is returned
-    slope: Tensor  # of the regression of a row's error on its expected output, before that rounding
+    slope: Tensor  # row-shaped; of a row's relative scale error, along Attention.direction, before that rounding
+    slope_bias: Tensor  # row-shaped; no variance but a bound: how far rounding twice can tilt that slope
     lse: Tensor  # of the LSE
     shared: Tensor  # row-shaped: share of `out` that comes from keys, and so is common to the dims
     num_sources: Tensor  # row-shaped: how many keys, in effect, that share comes from
@@ -68,7 +72,8 @@ class Noise:
 def ulp(x: Tensor, fmt: FloatFormat) -> Tensor:
     """Distance between neighbours of `fmt` at |x|, float64; that of the subnormal numbers near 0."""
     exponent = torch.frexp(x.double().abs()).exponent - 1  # |x| = m * 2^exponent with m in [1, 2)
-    exponent = exponent.clamp_min(fmt.min_exponent)
+    # frexp gives 0 the exponent of 1/2.
+    exponent = exponent.clamp_min(fmt.min_exponent).masked_fill(x == 0, fmt.min_exponent)
     return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - fmt.mantissa_bits)
 
 
@@ -104,7 +109,12 @@ def partial_states(facts: RoundingFacts, constants: Constants = CONSTANTS) -> Pa
     if facts.partial_dtype == "fp32" or facts.max_splits == 1:
         return None
     fmt = FORMATS[facts.partial_dtype]
-    return PartialStates(facts.max_splits, lambda out: constants.known * ulp(out, fmt).square())
+
+    def variance(out: Tensor, spread: Tensor) -> Tensor:
+        size = (out.square() + constants.cut * spread).sqrt()
+        return constants.known * ulp(size, fmt).square()
+
+    return PartialStates(facts.max_splits, variance)
 
 
 def _score_variance(t: KeyTerms, qk_dims: tuple[int, int], c: Constants) -> Tensor:
@@ -141,7 +151,7 @@ def noise_of(ref: Attention, facts: RoundingFacts, constants: Constants = CONSTA
     """The noise of a kernel with these facts. `ref` was computed with their `weighings` and `partial_states` alone."""
     c, fmt, o = constants, FORMATS[facts.out_dtype], ref.out
     centred, plain = ref.sums
-    partial = ref.partial_variances[0] if ref.partial_variances else None
+    partial = ref.partials[0] if ref.partials else None
     num_keys = ref.num_keys[:, None]
     _, drift = _chain(num_keys, facts.tile, c)
     drift = drift * _U32**2 * c.unknown  # [T, 1]
@@ -152,20 +162,21 @@ def noise_of(ref: Attention, facts: RoundingFacts, constants: Constants = CONSTA
     # Two sums drift, that of P.V and the denominator.
     inner = keyed + 2 * drift[..., None] * o.square()
     if partial is not None:
-        inner = inner + partial
+        inner = inner + partial.variance
     step = ulp(o, fmt)
     # The rounding of a known number is known: never charge less than what rounding the expected value itself shows,
     # which matters where values sit on the format's ties (an average of two).
     rounding = torch.maximum(c.known * step.square(), (round_to(o, fmt) - o).square().nan_to_num(posinf=0.0))
     out = inner + rounding
 
-    norm2 = o.square().sum(-1)  # |o|^2
-    along = (centred.along2 - 2 * norm2 * centred.along + norm2.square() * centred.one).clamp_min(0.0) + plain.along2
-    safe = norm2.square().masked_fill(norm2 == 0, 1.0)
+    d = ref.direction
+    reach = (d * o).sum(-1)  # the slope is d.error / d.o
+    along = (centred.along2 - 2 * reach * centred.along + reach.square() * centred.one).clamp_min(0.0) + plain.along2
+    safe = reach.square().masked_fill(reach == 0, 1.0)
     # The denominator's drift is one factor for the whole row; P.V's differs from dim to dim.
-    slope = along / safe + drift + drift * o.square().square().sum(-1) / safe
+    slope = along / safe + drift + drift * (d * o).square().sum(-1) / safe
     if partial is not None:
-        slope = slope + (o.square() * partial).sum(-1) / safe
+        slope = slope + (d.square() * partial.variance).sum(-1) / safe
 
     lse_drift = _chain(num_keys, facts.tile, c)[1] * _U32**2 * c.unknown
     lse = centred.one + lse_drift + c.log
@@ -176,11 +187,24 @@ def noise_of(ref: Attention, facts: RoundingFacts, constants: Constants = CONSTA
         inner=inner,
         out=out,
         slope=slope,
+        slope_bias=_double_rounding(partial, facts) if partial else torch.zeros_like(reach),
         lse=lse,
         shared=(keyed / out).mean(-1),
         # sum(w)^2 / sum(w^2) counts equal weights; the two weighings share their keys, hence the 2.
         num_sources=one.square() / (2 * square).clamp_min(torch.finfo(torch.float64).tiny),
     )
+
+
+def _double_rounding(partial: PartialRounding, facts: RoundingFacts) -> Tensor:
+    """How far the slope of a row can tilt because one part outweighs the others and was rounded before the merge.
+
+    The merge moves that part's rounded output by less than half a step of out_dtype, and rounding moves it back: what
+    the light parts should have changed is lost, in all dims alike. At most their weight, and at most half a step (u);
+    none where they weigh several steps, since the fractions of a step are then spread evenly.
+    """
+    step = 2 * FORMATS[facts.out_dtype].unit_roundoff
+    lost = torch.where(partial.minor < 2 * step, partial.minor.clamp_max(step / 2), 0.0)
+    return lost.amax(-1)
 
 
 def z_limit(count: int, probability: float) -> float:

@@ -117,10 +117,8 @@ def _cases(config: RunConfig) -> list[_Case]:
         named = [(spec, known.get(spec, "named on the command line, in no suite")) for spec in config.cases]
     if config.seed is not None:
         named = [(spec.with_seed(config.seed), claim) for spec, claim in named]
-    once: dict[CaseSpec, str] = {}
-    for spec, claim in named:
-        once.setdefault(spec, claim)  # with --seed, cases that differed in their seed alone become one
-    return [_Case.of(spec, claim) for spec, claim in once.items()]
+    # By spec, each once: with --seed, cases that differed in their seed alone are one case.
+    return [_Case.of(spec, claim) for spec, claim in dict(named).items()]
 
 
 def _claims(config: RunConfig, kernel: Kernel, entries: Sequence[PlanEntry]) -> tuple[tuple[str, str], ...]:

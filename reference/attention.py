@@ -36,7 +36,7 @@ Weighing = Callable[[KeyTerms], Tensor]  # -> [groups, rows, kv_len]
 
 @dataclass(frozen=True)
 class KeySums:
-    """Sums over the keys j of one weighing's w_j, where a_j = out.v_j. Shapes as `Attention`'s, float64."""
+    """Sums over the keys j of one weighing's w_j, with a_j = direction.v_j. Shapes as `Attention`'s, float64."""
 
     one: Tensor  # sum w_j               [q_len, num_heads]
     square: Tensor  # sum w_j^2          [q_len, num_heads]
@@ -50,11 +50,20 @@ class KeySums:
 class PartialStates:
     """Ask for the rounding of split-KV partial outputs: the keys cut into 1, 2, 4, ... equal parts, up to `max_splits`.
 
-    variance: of storing one partial output, elementwise.
+    variance: of storing one partial output, elementwise, from its value and the variance by which it would differ had
+    other keys of the same kind been in the part.
     """
 
     max_splits: int
-    variance: Callable[[Tensor], Tensor]
+    variance: Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class PartialRounding:
+    """What rounding the partial outputs does, of parts s with weights w_s."""
+
+    variance: Tensor  # worst over the split counts of sum_s w_s^2 variance(out_s, spread_s)  [q_len, num_heads, v_dim]
+    minor: Tensor  # 1 - the largest w_s, for split counts and cuts near the equal ones  [q_len, num_heads, cuts]
 
 
 @dataclass(frozen=True)
@@ -65,13 +74,13 @@ class Attention:
     """
 
     out: Tensor
+    direction: Tensor  # `slope_direction(out)`
     lse: Tensor
     max_score: Tensor
     mean_score: Tensor
     num_keys: Tensor
     sums: tuple[KeySums, ...]  # one for each weighing
-    partial_variances: tuple[Tensor, ...]  # like out, for each of `partials`: worst over the split counts of
-    # sum_s w_s^2 variance(out_s)
+    partials: tuple[PartialRounding, ...]  # one for each of the `partials` asked for
 
 
 def attend_absorbed(
@@ -181,7 +190,7 @@ def _attend(
     groups, rows = pairs[0][0].shape[:2]
     block = max(1, _SCORE_BYTES // max(1, 8 * groups * kv_len))
     for partial in partials:
-        block = max(1, min(block, _SCORE_BYTES // (8 * groups * partial.max_splits * v.shape[2])))
+        block = max(1, min(block, _SCORE_BYTES // (5 * 8 * groups * partial.max_splits * v.shape[2])))
     parts = [
         _attend_rows(
             [(q[:, start : start + block].double(), k) for q, k in pairs],
@@ -194,10 +203,11 @@ def _attend(
         for start in range(0, max(rows, 1), block)
     ]
     merged = [rows_of(torch.cat(column, dim=1)) for column in zip(*parts, strict=True)]
-    head, rest = merged[:4], merged[4:]
+    head, rest = merged[:5], merged[5:]
     sums = tuple(KeySums(*rest[6 * i : 6 * i + 6]) for i in range(len(weighings)))
-    partial_variances = tuple(rest[6 * len(weighings) :])
-    return Attention(*head, num_keys=num_keys, sums=sums, partial_variances=partial_variances)
+    rest = rest[6 * len(weighings) :]
+    rounding = tuple(PartialRounding(*pair) for pair in zip(rest[::2], rest[1::2], strict=True))
+    return Attention(*head, num_keys=num_keys, sums=sums, partials=rounding)
 
 
 def _attend_rows(
@@ -208,7 +218,7 @@ def _attend_rows(
     weighings: Sequence[Weighing],
     partials: Sequence[PartialStates],
 ) -> list[Tensor]:
-    """out, lse, max_score, mean_score, then the six sums of each weighing, then the partials': [groups, rows, ...]."""
+    """out, direction, lse, max_score, mean_score, then the six sums of each weighing, then the partials': [groups, rows, ...]."""
     groups, kv_len, v_dim = v.shape
     rows = pairs[0][0].shape[1]
     score = v.new_zeros((groups, rows, kv_len), dtype=torch.float64)
@@ -235,24 +245,37 @@ def _attend_rows(
     score.masked_fill_(hidden, 0.0)
 
     out = _weighted_values(p, v)
-    columns = [out, lse, max_score.squeeze(-1), (p * score).sum(-1)]
+    direction = slope_direction(out)
+    columns = [out, direction, lse, max_score.squeeze(-1), (p * score).sum(-1)]
     if weighings:
         p_max = p.amax(-1, keepdim=True) if kv_len else torch.zeros_like(max_score)
         terms = KeyTerms(p, score, gram, max_score, p_max, num_keys[:, None])
         along = torch.empty_like(p)
         for keys in _key_blocks(v):
-            along[:, :, keys] = out @ v[:, keys].double().transpose(1, 2)
+            along[:, :, keys] = direction @ v[:, keys].double().transpose(1, 2)
         for weighing in weighings:
             w = weighing(terms)
             wv, wv2 = _weighted_values_and_squares(w, v)
             w_along = w * along
             columns += [w.sum(-1), w.square().sum(-1), wv, wv2, w_along.sum(-1), (w_along * along).sum(-1)]
-    columns += [_partial_variance(p, v, partial) for partial in partials]
+    for partial in partials:
+        columns += [_partial_variance(p, v, partial), _minor_mass(p, partial)]
     return columns
 
 
+def slope_direction(out: Tensor) -> Tensor:
+    """The direction in a row's v_dim along which a relative scale error of the row is measured, [.., v_dim].
+
+    Proportional to out for most dims, and to 1 / out for those above the median, so that one channel a hundred times the
+    others, and its rounding, does not decide alone.
+    """
+    square = out.square()
+    middle = square.median(-1, keepdim=True).values
+    return torch.where(square > 0, out / torch.maximum(square, middle).clamp_min(torch.finfo(out.dtype).tiny), 0.0)
+
+
 def _key_blocks(k: Tensor) -> list[slice]:
-    step = max(1, _KEY_BYTES // (8 * k.shape[0] * k.shape[2]))
+    step = max(1, _KEY_BYTES // max(1, 8 * k.shape[0] * k.shape[2]))  # a part may have no dims
     return [slice(start, start + step) for start in range(0, k.shape[1], step)]
 
 
@@ -268,23 +291,53 @@ def _weighted_values_and_squares(w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     for keys in _key_blocks(v):
         v64 = v[:, keys].double()
         first += w[:, :, keys] @ v64
-        second += w[:, :, keys] @ v64.square_()
+        second += w[:, :, keys] @ v64.square()  # not in place: float64 input is not copied
     return first, second
 
 
 def _partial_variance(p: Tensor, v: Tensor, partial: PartialStates) -> Tensor:
-    """Worst over 1, 2, 4, ... equal parts of the keys of sum_s w_s^2 variance(out_s)."""
+    """Worst over 1, 2, 4, ... equal parts of the keys of sum_s w_s^2 variance(out_s, spread_s)."""
     kv_len = v.shape[1]
     count = 1 << max(0, partial.max_splits.bit_length() - 1)
     step = max(1, -(-kv_len // count))
     slices = [slice(s * step, min((s + 1) * step, kv_len)) for s in range(count)]
-    mass = torch.stack([p[:, :, s].sum(-1) for s in slices], dim=2)  # [groups, rows, count]
-    value = torch.stack([_weighted_values(p[:, :, s], v[:, s]) for s in slices], dim=2)  # [.., count, v_dim]
-    worst = torch.zeros_like(value[:, :, 0])
+    # Sums over each part, [groups, rows, count, v_dim or 1]; those of fewer, larger parts follow by addition.
+    p2 = p.square()
+    columns = [
+        (p[:, :, s].sum(-1, keepdim=True), _weighted_values(p[:, :, s], v[:, s]))
+        + (p2[:, :, s].sum(-1, keepdim=True), *_weighted_values_and_squares(p2[:, :, s], v[:, s]))
+        for s in slices
+    ]
+    sums = [torch.stack(column, dim=2) for column in zip(*columns, strict=True)]
+    worst = torch.zeros_like(sums[1][:, :, 0])
     while True:
-        weight = mass[..., None]
-        out = torch.where(weight > 0, value / weight.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
-        worst = torch.maximum(worst, (weight.square() * partial.variance(out)).sum(2))
+        mass, value, square, square_v, square_v2 = sums
+        safe = mass.clamp_min(torch.finfo(torch.float64).tiny)
+        out = value / safe
+        # Sampling variance of a weighted mean: sum_j (p_j / w_s)^2 (v_j - out_s)^2.
+        spread = ((square_v2 - 2 * out * square_v + out.square() * square) / safe.square()).clamp_min(0.0)
+        # Where w_s underflows its part weighs nothing.
+        charged = torch.where(mass > 1e-30, mass.square() * partial.variance(out, spread), 0.0)
+        worst = torch.maximum(worst, charged.sum(2))
         if mass.shape[2] == 1:
             return worst
-        mass, value = mass.unflatten(2, (-1, 2)).sum(3), value.unflatten(2, (-1, 2)).sum(3)
+        sums = [x.unflatten(2, (-1, 2)).sum(3) for x in sums]
+
+
+_CUT_SHIFTS = (-64, -32, 0, 32, 64)  # keys: kernels cut at tiles
+
+
+def _minor_mass(p: Tensor, partial: PartialStates) -> Tensor:
+    """1 - the weight of the heaviest part, [groups, rows, cuts], for 2, 4, ... parts cut at and near equal lengths."""
+    groups, rows, kv_len = p.shape
+    before = torch.cat([p.new_zeros(groups, rows, 1), p.cumsum(-1)], dim=-1)
+    minor = []
+    for level in range(1, partial.max_splits.bit_length()):
+        count = 1 << level
+        equal = torch.arange(1, count, device=p.device) * -(-kv_len // count)
+        for shift in _CUT_SHIFTS:
+            bounds = torch.cat([equal.new_zeros(1), (equal + shift).clamp(0, kv_len), equal.new_full((1,), kv_len)])
+            # The lighter parts' sum: 1 - w_s would cancel.
+            mass = before[:, :, bounds].diff(dim=-1).sort(dim=-1).values
+            minor.append(mass[:, :, :-1].sum(-1))
+    return torch.stack(minor, dim=-1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import pytest
 
 from mla_verify.cli import cli, main
 
@@ -27,13 +28,10 @@ def invoke(*args: str | Path) -> Result:
     words = [str(arg) for arg in args]
     _remember(words)
     stdout, stderr = io.StringIO(), io.StringIO()
-    with redirect_stdout(stdout), redirect_stderr(stderr):
-        try:
-            main(words)
-        except SystemExit as done:
-            assert isinstance(done.code, int)
-            return Result(done.code, stdout.getvalue(), stderr.getvalue())
-    raise AssertionError("main() returned instead of exiting")
+    with redirect_stdout(stdout), redirect_stderr(stderr), pytest.raises(SystemExit) as done:
+        main(words)
+    assert isinstance(done.value.code, int)
+    return Result(done.value.code, stdout.getvalue(), stderr.getvalue())
 
 
 def _remember(words: list[str]) -> None:

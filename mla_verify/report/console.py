@@ -49,8 +49,8 @@ def _lines(console: Console, lines: Sequence[str]) -> None:
 
 def _block(result: CaseResult) -> list[str]:
     lines = [f"  claim   {result.claim}"] if result.claim else []
-    lines += [f"  reason  {result.reason}"] if result.reason else []
-    lines += [f"  {line}" for line in failed_checks(result)]
+    # The checks say all that the reason of a FAIL sums up.
+    lines += [f"  {line}" for line in failed_checks(result)] or [f"  reason  {result.reason}"]
     trace = result.traceback.rstrip().splitlines()
     if len(trace) > _TRACEBACK_LINES:
         lines.append("    ...")
