@@ -51,14 +51,15 @@ def spec_of(number: int, dtype: str, max_keys: int = 16000) -> CaseSpec:
     # Keys of every head's own cost 16 times the memory, and are no different at 16,000.
     longest = max_keys if form == "absorbed" else min(max_keys, 2000)
     q_len = rng.choice((1, 1, 1, 2, 4, 17))
-    lens = [round(2 ** rng.uniform(0, (longest - 1).bit_length())) for _ in range(rng.randint(1, 3))]
-    # Long rows cost most of the time: one long request at most.
-    lens = sorted(min(n, longest) for n in lens)[-1:] if max(lens) > 4000 else lens
+    lens = [round(2 ** rng.uniform(0, (longest - 1).bit_length())) for _ in range(rng.randint(2, 3))]
+    lens = sorted(min(n, longest) for n in lens)
+    # Long rows cost most of the time: one long request at most, beside the shortest.
+    lens = [lens[0], lens[-1]] if lens[-1] > 4000 else lens
     return CaseSpec(
         phase="mixed",
         form=form,
         num_heads=rng.choice((8, 12, 16) if max(lens) < 8000 else (8,)),
-        requests=(Request(1, 1), *(Request(q_len, min(n, longest)) for n in lens)),
+        requests=tuple(Request(q_len, n) for n in lens),
         page_size=rng.choice((1, 16, 64)) if form == "absorbed" else 0,
         dtype=dtype,
         regime=REGIMES[number % len(REGIMES)],

@@ -72,7 +72,7 @@ def _compare_out(
         checks += [
             Check("max_z", float(z.abs().max()), z_limit(z.numel(), probability), "largest |z|"),
             _rms_check(z, noise, probability),
-            _slope_check(torch.where(actual.isfinite(), actual, 0.0), expected, rounded, noise, ulp(o, fmt), probability),
+            _slope_check(actual, expected, rounded, noise, ulp(o, fmt), probability),
         ]
     return _comparison("out", tuple(checks), actual, o, error, z, foreign, inputs)
 
@@ -131,7 +131,7 @@ def _slope_check(
     # from the unrounded value, and half a step of it is allowed. Only where ties are rare: they are no rare event where
     # sigma is near a step.
     tied = (step / 2 - (rounded - o).abs() < _TIE_SIGMAS * sigma) & (sigma < step / _RARE_TIES)
-    residual = torch.where(rounded.isfinite(), actual - torch.where(tied, o, rounded), 0.0)
+    residual = torch.where(actual.isfinite() & rounded.isfinite(), actual - torch.where(tied, o, rounded), 0.0)
     slope = (d * residual).sum(-1) * weight
     allowance = (torch.where(tied, step / 2, 0.0) * d.abs()).sum(-1) * weight + noise.slope_bias
     # Mean square of round(o + e) - round(o) for e of variance inner: a full step now and then while e is small,

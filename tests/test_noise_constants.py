@@ -88,13 +88,14 @@ def _summed_in_fp32(p: Tensor, v: Tensor) -> Tensor:
     return acc / total
 
 
-def _chain(c: Constants, name: str, v: Tensor, spread: float) -> float:
-    heads = 32
-    q = spread * torch.randn(heads, v.shape[1], generator=gen(4), dtype=torch.float64)
+def _chain(c: Constants, name: str, v: Tensor, *, flat: bool) -> float:
+    heads = 1 if flat else 32
+    q = (0.0 if flat else 0.02) * torch.randn(heads, v.shape[1], generator=gen(4), dtype=torch.float64)
     ref = attend(q, v, FP32, c)
     p = torch.exp(q @ v.T - ref.max_score[0, :, None])
-    # A factor that all of a row share, as after a maximum that came late, so that sums of every size occur.
-    p = p * 2 ** torch.rand(heads, 1, generator=gen(18), dtype=torch.float64)
+    # A factor that all of a row share, as after a maximum that came late, so that sums of every size occur. Where all
+    # p are 1, their sum is exact.
+    p = p if flat else p * 2 ** torch.rand(heads, 1, generator=gen(18), dtype=torch.float64)
     error = _summed_in_fp32(p, v) - ref.out[0]
     rest = without(c, name)
     charged = noise_of(ref, FP32, c).inner - noise_of(attend(q, v, FP32, rest), FP32, rest).inner
@@ -103,14 +104,14 @@ def _chain(c: Constants, name: str, v: Tensor, spread: float) -> float:
 
 def random_walk(c: Constants) -> float:
     # Long, with values without a common sign: the drift is nothing beside it.
-    return _chain(c, "random_walk", torch.randn(1000, 128, generator=gen(3), dtype=torch.float64), 0.003)
+    return _chain(c, "random_walk", torch.randn(1000, 2000, generator=gen(3), dtype=torch.float64), flat=True)
 
 
 def drift(c: Constants) -> float:
     v = 1.5 + 0.3 * torch.rand(1500, 64, generator=gen(5), dtype=torch.float64)
     # Values of every size from 1 to 2, so that no binade is preferred.
     v = v * 2 ** torch.rand(64, generator=gen(6), dtype=torch.float64)
-    return _chain(c, "drift", v, 0.02)
+    return _chain(c, "drift", v, flat=False)
 
 
 def argument(c: Constants) -> float:
