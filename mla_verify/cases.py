@@ -1,8 +1,8 @@
 """CaseSpec: one case, as a value. Its id is readable and reproduces it: `CaseSpec.parse(spec.id) == spec`.
 
-    decode-absorbed-h16-4xq1.kv4096-p64-bf16-normal-s0
-    mixed-absorbed-h16-q1.kv33+2xq1.kv0+q5.kv100-p16-fp16-needle-full-scale0.25-s3
-    prefill-mha-h16-q257.kv257-ragged-fp32-normal-s0
+decode-absorbed-h16-4xq1.kv4096-p64-bf16-normal-s0
+mixed-absorbed-h16-q1.kv33+2xq1.kv0+q5.kv100-p16-fp16-needle-full-scale0.25-s3
+prefill-mha-h16-q257.kv257-ragged-fp32-normal-s0
 """
 
 from __future__ import annotations
@@ -155,7 +155,11 @@ _PARTS = (
     ("phase", r"(?P<phase>[a-z]+)", "decode"),
     ("form", r"(?P<form>[a-z]+)", "absorbed"),
     ("heads", r"h(?P<heads>[1-9]\d{0,4})", "h16"),
-    ("requests", r"(?P<requests>(?:\d{1,6}x)?q\d{1,8}\.kv\d{1,8}(?:\+(?:\d{1,6}x)?q\d{1,8}\.kv\d{1,8})*)", "4xq1.kv4096"),
+    (
+        "requests",
+        r"(?P<requests>(?:\d{1,6}x)?q\d{1,8}\.kv\d{1,8}(?:\+(?:\d{1,6}x)?q\d{1,8}\.kv\d{1,8})*)",
+        "4xq1.kv4096",
+    ),
     ("page", r"(?:p(?P<page>[1-9]\d{0,5})|ragged)", "p64 or ragged"),
     ("dtype", r"(?P<dtype>[a-z0-9]+)", "bf16"),
     ("regime", r"(?P<regime>[a-z]+)", "normal"),

@@ -29,7 +29,9 @@ _RARE_TIES = 32.0  # sigma below a step over this: fewer than 1 element in 40 ch
 def wrong_shape(actual: MLAOutput, inputs: MLAInputs, dtype: str, returns_lse: bool) -> str | None:
     """What is wrong with shape, dtype or device of a result, or None. Nothing is broadcast or converted."""
     num_tokens, num_heads = inputs.queries.shape[:2]
-    wanted = [("out", actual.out, (num_tokens, num_heads, inputs.v_dim), FORMATS[dtype].torch_dtype)]
+    wanted: list[tuple[str, object, tuple[int, ...], torch.dtype]] = [
+        ("out", actual.out, (num_tokens, num_heads, inputs.v_dim), FORMATS[dtype].torch_dtype)
+    ]
     if returns_lse:
         wanted.append(("lse", actual.lse, (num_tokens, num_heads), torch.float32))
     elif actual.lse is not None:

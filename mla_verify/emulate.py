@@ -13,10 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mla_verify.formats import FORMATS
 from mla_verify.kernels.contract import RoundingFacts
-from mla_verify.tensors import AbsorbedInputs, MLAInputs, MLAOutput
 from mla_verify.reference.paged import gather_by_page_table
+from mla_verify.tensors import AbsorbedInputs, MLAInputs, MLAOutput
 
 
 @dataclass(frozen=True)

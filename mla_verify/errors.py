@@ -1,4 +1,4 @@
-"""Errors a user can act on: what was wrong, and a hint on its own line. Anything else is a bug and keeps its traceback."""
+"""Errors a user can act on: what was wrong, and a hint on its own line. Anything else is a bug, with its traceback."""
 
 from __future__ import annotations
 

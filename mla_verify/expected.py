@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mla_verify.kernels.contract import RoundingFacts
 from mla_verify.noise import CONSTANTS, Constants, Noise, noise_of, partial_states, weighings
-from mla_verify.reference.attention import Attention, KeySums, PartialRounding, attend_absorbed, attend_mha
+from mla_verify.reference.attention import Attention, attend_absorbed, attend_mha
+from mla_verify.reference.key_sums import KeySums, PartialRounding
 from mla_verify.reference.paged import gather_by_page_table
 from mla_verify.tensors import AbsorbedInputs, MLAInputs
 

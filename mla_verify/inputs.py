@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ def move(inputs: MLAInputs, device: str) -> MLAInputs:
     """The same inputs on another device; as they are when they are there already."""
     if inputs.device.type == device:
         return inputs
-    return replace(inputs, **{name: tensor.to(device) for name, tensor in inputs.named_tensors().items()})
+    moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in inputs.named_tensors().items()}
+    return replace(inputs, **moved)
 
 
 def _per_head(kpe: Tensor, spec: CaseSpec) -> Tensor:

@@ -90,7 +90,9 @@ def read_inputs_file(path: Path) -> FileCase:
             indices = {name: file.get_tensor(name).long() for name in _INDEX if name in slices}
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise UsageError(f"{path} cannot be read as safetensors: {error}", "write it with safetensors.torch.save_file") from error
+        raise UsageError(
+            f"{path} cannot be read as safetensors: {error}", "write it with safetensors.torch.save_file"
+        ) from error
     form = _form(path, shapes)
     _check_shapes(path, form, shapes)
     dtype = _dtype(path, form, dtypes)
@@ -130,7 +132,9 @@ def _form(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> str:
     form = min(missing, key=lambda f: len(missing[f]))
     if missing[form]:
         needed = ", ".join(_SHAPES[form])
-        raise _wrong(path, f"lacks {', '.join(missing[form])}; it has {', '.join(shapes) or 'nothing'}", f"{form} needs {needed}")
+        raise _wrong(
+            path, f"lacks {', '.join(missing[form])}; it has {', '.join(shapes) or 'nothing'}", f"{form} needs {needed}"
+        )
     unknown = [name for name in shapes if name not in _SHAPES[form]]
     if unknown:
         hint = did_you_mean(unknown[0], _SHAPES[form], f"{form} takes {', '.join(_SHAPES[form])} and nothing else")
@@ -149,14 +153,16 @@ def _check_shapes(path: Path, form: str, shapes: Mapping[str, tuple[int, ...]]) 
             if letter != "?" and first != size:
                 raise _wrong(
                     path,
-                    f"{name} has shape {list(shape)}, but {where} has shape {list(shapes[where])}: {size} is not {first}",
+                    f"{name} {list(shape)} does not fit {where} {list(shapes[where])}: {size} is not {first}",
                     f"{name} is laid out as {_described(form, name)}, {where} as {_described(form, where)}",
                 )
     if form == "absorbed" and sizes["B"][0] + 1 != sizes["I"][0]:
         raise _wrong(path, f"qo_indptr has {sizes['I'][0]} entries for {sizes['B'][0]} requests", "it needs one more")
     empty = [name for name, shape in shapes.items() if 0 in shape]
     if empty:
-        raise _wrong(path, f"{empty[0]} is empty, shape {list(shapes[empty[0]])}", "a case needs tokens, heads and keys")
+        raise _wrong(
+            path, f"{empty[0]} is empty, shape {list(shapes[empty[0]])}", "a case needs tokens, heads and keys"
+        )
 
 
 _WORDS = {
@@ -173,7 +179,9 @@ def _dtype(path: Path, form: str, dtypes: Mapping[str, str]) -> str:
     for name in _SHAPES[form]:
         wanted = ("I32", "I64") if name in _INDEX else tuple(_DTYPES)
         if dtypes[name] not in wanted:
-            raise _wrong(path, f"{name} has dtype {dtypes[name]}, it needs {' or '.join(wanted)}", "convert it before saving")
+            raise _wrong(
+                path, f"{name} has dtype {dtypes[name]}, it needs {' or '.join(wanted)}", "convert it before saving"
+            )
     floats = {name: dtypes[name] for name in _SHAPES[form] if name not in _INDEX}
     if len(set(floats.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in floats.items())
@@ -206,7 +214,7 @@ def _check_indices(path: Path, form: str, shapes: Mapping[str, tuple[int, ...]],
         rows["kv_indptr"] = shapes["k"][0]
     for name, total in rows.items():
         indptr = indices[name].tolist()
-        if indptr[0] != 0 or indptr[-1] != total or any(a > b for a, b in zip(indptr, indptr[1:], strict=False)):
+        if indptr[0] != 0 or indptr[-1] != total or indptr != sorted(indptr):
             raise _wrong(path, f"{name} is {indptr[:8]}..., it must rise from 0 to {total}", "it holds running totals")
     if form == "absorbed":
         from mla_verify.reference.paged import page_table_to_indptr

@@ -1,7 +1,8 @@
 """The error model: how much error the arithmetic that a kernel declares must make, element by element.
 
 Every number that decides a verdict is here, with its reason; docs/error-model.md derives them and shows the evidence.
-u is a format's unit round-off, s_j a scaled score, p_j its softmax weight, v_j the value, o the output, n the keys seen.
+u is a format's unit round-off, s_j a scaled score, p_j its softmax weight, v_j the value, o the output, n the number
+of keys seen.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from mla_verify.formats import FORMATS, FloatFormat
 from mla_verify.kernels.contract import RoundingFacts
-from mla_verify.reference.attention import Attention, KeyTerms, PartialRounding, PartialStates, Weighing
+from mla_verify.reference.attention import Attention
+from mla_verify.reference.key_sums import KeyTerms, PartialRounding, PartialStates, Weighing
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Constants:
     exp: float = 4 / 3
     # Roundings of the LSE at its own size: the sum of maximum and logarithm, the product with ln 2.
     lse: float = 2.0
-    # Error that all scores of a row share, since sm_scale * log2 e is one fp32 number: the product's rounding, and log2 e
-    # itself, which fp32 holds to 0.22 u (0.22^2 / unknown = 1/4). It moves the LSE by its size times sum p s.
+    # Error that all scores of a row share, since sm_scale * log2 e is one fp32 number: the product's rounding, and
+    # log2 e itself, which fp32 holds to 0.22 u (0.22^2 / unknown = 1/4). It moves the LSE by its size times sum p s.
     shared_scale: float = 5 / 4
     # Where a kernel cuts the keys is known to a tile only, so a partial output is known to a part of its sampling
     # variance; one that happens to be near 0 for our cut must not count as exact.
@@ -213,7 +215,7 @@ def z_limit(count: int, probability: float) -> float:
 
 
 def rms_limit(dof: float, probability: float) -> float:
-    """What the root mean square of z exceeds with this probability, for a mean of squares with `dof` degrees of freedom.
+    """What the root mean square of z exceeds with this probability, when its square has `dof` degrees of freedom.
 
     Wilson and Hilferty's cube-root approximation of the chi-square quantile (PNAS 17, 1931).
     """
@@ -221,4 +223,3 @@ def rms_limit(dof: float, probability: float) -> float:
         return math.inf
     h = 2 / (9 * dof)
     return float((1 - h - NormalDist().inv_cdf(probability) * math.sqrt(h)) ** 1.5)
-

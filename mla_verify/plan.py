@@ -127,7 +127,7 @@ def _claims(config: RunConfig, kernel: Kernel, entries: Sequence[PlanEntry]) -> 
     if config.dtypes:
         dtypes = [dtype for dtype in dtypes if dtype in config.dtypes]
     if config.suite is None or config.dtypes:
-        # Part of a suite, or single cases, were asked for: a claim that none of them touches is no business of this run.
+        # Part of a suite, or single cases, were asked for: what none of them touches is no business of this run.
         planned = [entry for entry in entries if entry.kernel is kernel]
         phases = [phase for phase in phases if any(entry.phase == phase for entry in planned)]
         dtypes = [dtype for dtype in dtypes if any(entry.dtype == dtype for entry in planned)]

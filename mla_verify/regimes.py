@@ -74,7 +74,7 @@ def edge_keys(num_keys: int, page_size: int) -> list[int]:
 
 
 def _needle(r: DenseRequest) -> None:
-    """Each (query, head) looks at one edge key, which gets most of the mass but not all; the last key always has one."""
+    """Each (query, head) looks at one edge key, which gets much of the mass; head 0 looks at the last key."""
     r.q_nope *= 0.1
     r.q_pe *= 0.1
     if not len(r.k_nope):

@@ -16,6 +16,8 @@ from mla_verify.plan import PlanEntry, why_unavailable
 from mla_verify.results import CaseResult, Comparison, Verdict
 
 if TYPE_CHECKING:
+    import torch
+
     from mla_verify.expected import Expected
     from mla_verify.kernels.contract import RoundingFacts
     from mla_verify.tensors import MLAInputs, MLAOutput
@@ -232,10 +234,14 @@ def failure_sentence(comparison: Comparison) -> str:
     check = next(check for check in comparison.checks if not check.passed)
     where = f" at {comparison.worst}" if comparison.worst else ""
     if check.name == "nonfinite":
-        return f"{comparison.tensor}: NaN or infinity where it must not be, or not where it must: {check.detail};{where}"
+        return (
+            f"{comparison.tensor}: NaN or infinity where it must not be, or not where it must: {check.detail};{where}"
+        )
     if check.name == "max_z":
         return f"{comparison.tensor}: |z| {check.value:.4g} is over {check.limit:.3g}{where}"
-    return f"{comparison.tensor}: {check.name} {check.value:.4g} is over {check.limit:.3g}, {check.detail}; worst{where}"
+    return (
+        f"{comparison.tensor}: {check.name} {check.value:.4g} is over {check.limit:.3g}, {check.detail}; worst{where}"
+    )
 
 
 def _fault_sizes(entry: PlanEntry, inputs: MLAInputs, expected: Expected) -> dict[str, tuple]:  # type: ignore[type-arg]
@@ -251,14 +257,14 @@ def _settle(attempt: _Attempt, verdict: Verdict, reason: str) -> None:
     attempt.result = replace(attempt.result, verdict=verdict, reason=reason)
 
 
-def _damaged(inputs: MLAInputs, pristine: dict[str, object]) -> list[str]:
+def _damaged(inputs: MLAInputs, pristine: dict[str, torch.Tensor]) -> list[str]:
     import torch
 
     # As bytes: NaN poison equals itself, and -0.0 is not 0.0.
     return [
         name
         for name, tensor in inputs.named_tensors().items()
-        if not torch.equal(tensor.view(torch.uint8), pristine[name].view(torch.uint8))  # type: ignore[attr-defined]
+        if not torch.equal(tensor.view(torch.uint8), pristine[name].view(torch.uint8))
     ]
 
 

@@ -63,9 +63,19 @@ _SMOKE: tuple[tuple[str, str, str], ...] = (
     ("decode-absorbed-h16-q1.kv4096-p64-DT-needle-s0", "fp32 fp16 bf16", _NEEDLE),
     (f"decode-absorbed-h16-{_EDGES}-p64-DT-normal-s0", "fp32 fp16 bf16", _LENGTHS),
     ("decode-absorbed-h16-3xq1.kv1000-p16-DT-mixed-s0", "fp32 fp16 bf16", _SPREAD),
-    *((f"decode-absorbed-h16-q1.kv257+q1.kv256-p{p}-DT-needle-s0", "bf16", _PAGES.format(p=p)) for p in (1, 16, 32, 128)),
-    *((f"decode-absorbed-h{h}-q1.kv333-p64-DT-mixed-s0", "bf16", _HEADS.format(h=h)) for h in (8, 12, 20, 32, 64, 96, 128)),
-    ("decode-absorbed-h16-q1.kv1500-p64-DT-unequal-s0", "fp16 bf16", "parts of the keys of very unequal mass merge right"),
+    *(
+        (f"decode-absorbed-h16-q1.kv257+q1.kv256-p{p}-DT-needle-s0", "bf16", _PAGES.format(p=p))
+        for p in (1, 16, 32, 128)
+    ),
+    *(
+        (f"decode-absorbed-h{h}-q1.kv333-p64-DT-mixed-s0", "bf16", _HEADS.format(h=h))
+        for h in (8, 12, 20, 32, 64, 96, 128)
+    ),
+    (
+        "decode-absorbed-h16-q1.kv1500-p64-DT-unequal-s0",
+        "fp16 bf16",
+        "parts of the keys of very unequal mass merge right",
+    ),
     ("decode-absorbed-h16-q1.kv700-p32-DT-rope-s0", "bf16", "scores that come from the RoPE part are right"),
     ("decode-absorbed-h16-q1.kv700-p32-DT-nope-s0", "bf16", "scores that come from the latent part are right"),
     ("decode-absorbed-h16-q1.kv700-p64-DT-channel-s0", "fp16", "one channel a hundred times the others drowns nothing"),

@@ -65,7 +65,9 @@ def fault_sizes(inputs: MLAInputs, expected: Expected, faults: tuple[str, ...]) 
     for b in live:
         r = dense_request(inputs, b)
         k = r.k if len(r.q) == 2 else tuple(k[:, heads] for k in r.k)
-        rows.append((inputs.q_range(b)[1] - 1, lens[b], replace(r, q=tuple(q[-1:, heads] for q in r.q), k=k, causal=False)))
+        rows.append(
+            (inputs.q_range(b)[1] - 1, lens[b], replace(r, q=tuple(q[-1:, heads] for q in r.q), k=k, causal=False))
+        )
     for name in faults:
         fault = FAULTS[name]
         moved = []
@@ -80,9 +82,7 @@ def fault_sizes(inputs: MLAInputs, expected: Expected, faults: tuple[str, ...]) 
     return sizes
 
 
-def unseen_faults(
-    sizes: dict[str, tuple[torch.Tensor, ...]], expected: Expected, facts: RoundingFacts
-) -> list[str]:
+def unseen_faults(sizes: dict[str, tuple[torch.Tensor, ...]], expected: Expected, facts: RoundingFacts) -> list[str]:
     """The faults, as "a kernel that ...", that no sampled output would show beyond the limit of max_z."""
     noise = expected.noise[facts]
     limit = z_limit(noise.out.numel(), CONSTANTS.false_alarm / 3)

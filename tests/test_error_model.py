@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ KERNELS = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def setting(case: str) -> tuple[MLAInputs, dict[str, MLAOutput], Expected]:
     """Inputs, every kernel's honest output, and the reference, once for all tests of a case."""
     spec = CaseSpec.parse(case)

@@ -17,7 +17,8 @@ from torch import Tensor
 from mla_verify.formats import FORMATS
 from mla_verify.kernels.contract import RoundingFacts
 from mla_verify.noise import CONSTANTS, Constants, noise_of, partial_states, round_to, ulp, weighings, z_limit
-from mla_verify.reference.attention import Attention, KeyTerms, attend_absorbed
+from mla_verify.reference.attention import Attention, attend_absorbed
+from mla_verify.reference.key_sums import KeyTerms
 
 BF16 = FORMATS["bf16"]
 FP32 = RoundingFacts(out_dtype="fp32")
@@ -176,8 +177,7 @@ def cut(c: Constants) -> float:
 
 
 MEASURED: dict[str, Callable[[Constants], float]] = {
-    f.__name__: f
-    for f in (known, unknown, random_walk, drift, argument, exp, lse, shared_scale, log, cut)
+    f.__name__: f for f in (known, unknown, random_walk, drift, argument, exp, lse, shared_scale, log, cut)
 }
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_verify.reference import attention as attention_module
+from mla_verify.reference import keys as keys_module
 from mla_verify.reference.attention import attend_absorbed, attend_mha, expand_kv
 from mla_verify.reference.merge import merge_states
 
@@ -164,7 +165,8 @@ def test_cutting_the_work_into_blocks_changes_nothing(monkeypatch):
     whole = both_forms(problem, sm_scale=1.0, causal=True)
     # Blocks of one row or two, and of one key or two.
     monkeypatch.setattr(attention_module, "_SCORE_BYTES", 2 * 8 * 37)
-    monkeypatch.setattr(attention_module, "_KEY_BYTES", 2 * 8 * 24)
+    monkeypatch.setattr(keys_module, "_BLOCK_BYTES", 2 * 8 * 24)
+    monkeypatch.setattr(keys_module, "_RESIDENT_BYTES", 0)
     for actual, expected in zip(both_forms(problem, sm_scale=1.0, causal=True), whole, strict=True):
         assert_same(actual, expected, 1e-13)
 

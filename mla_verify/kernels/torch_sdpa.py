@@ -102,9 +102,7 @@ class TorchMHA(_TorchSDPA):
         return _without_lse(out)
 
 
-def _sdpa(
-    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, causal: bool
-) -> None:
+def _sdpa(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, causal: bool) -> None:
     """out [q_len, heads, v_dim] of q [heads, q_len, d], k [heads, kv_len, d], v [heads, kv_len, v_dim]."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
