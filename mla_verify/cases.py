@@ -25,7 +25,9 @@ REGIMES = ("uniform", "normal", "peaked", "mixed", "needle", "unequal", "rope", 
 # Sixteen significant bits, so that fp32 holds it exactly and a kernel's own rounding of it plays no part.
 SM_SCALE = 0.1011962890625
 
-MAX_TOKENS = 1 << 22  # of one case, queries or keys: an id with a typing error must not ask for a terabyte
+# An id with a typing error must not ask for a terabyte.
+MAX_TOKENS = 1 << 23  # of one case, queries or keys; 7,456,541 keys of 576 pass offset 2^32
+MAX_ELEMENTS = 1 << 34  # of one tensor, 64 GiB in fp32
 
 _DIMS = MLADims()
 
@@ -73,15 +75,22 @@ class CaseSpec:
         """What contradicts itself in this spec and what to write instead, or None."""
         if self.num_heads < 1 or not self.requests:
             return "it has no heads or no requests", "give at least h1 and one request, e.g. q1.kv64"
+        if not 0 < self.sm_scale < float("inf"):
+            return f"sm_scale is {self.sm_scale}", "a softmax scale is positive and finite"
+        if _ID.fullmatch(self.id) is None:
+            return "a number in it is negative or has too many digits", "check the id for a doubled digit"
         if max(self.num_q_tokens, self.num_kv_tokens) > MAX_TOKENS:
             return (
                 f"{self.num_q_tokens} queries and {self.num_kv_tokens} keys; at most {MAX_TOKENS} of each are allowed",
                 "check the id for a doubled digit",
             )
-        if not 0 < self.sm_scale < float("inf"):
-            return f"sm_scale is {self.sm_scale}", "a softmax scale is positive and finite"
         if (self.form == "mha") != (self.page_size == 0):
             return f"form {self.form} with page size {self.page_size}", "absorbed needs pN, mha needs ragged"
+        if self._largest_tensor > MAX_ELEMENTS:
+            return (
+                f"a tensor of {self._largest_tensor} elements; at most {MAX_ELEMENTS} are allowed",
+                "check the id for a doubled digit",
+            )
         live = [r for r in self.requests if r.q_len and r.kv_len]
         rule = {
             "decode": ("every request has q_len 1", all(r.q_len == 1 for r in live)),
@@ -102,6 +111,16 @@ class CaseSpec:
     @property
     def num_kv_tokens(self) -> int:
         return sum(r.kv_len for r in self.requests)
+
+    @property
+    def _largest_tensor(self) -> int:
+        """Elements of the largest input or output, from above: all dims of a token as one tensor."""
+        d = self.dims
+        if self.form == "mha":
+            per_head = d.qk_nope_head_dim + d.qk_rope_head_dim + d.v_head_dim
+            return max(self.num_q_tokens, self.num_kv_tokens) * self.num_heads * per_head
+        slots = sum(-(-r.kv_len // self.page_size) for r in self.requests) * self.page_size
+        return max(self.num_q_tokens * self.num_heads, slots) * (d.kv_lora_rank + d.qk_rope_head_dim)
 
     @property
     def id(self) -> str:
@@ -150,6 +169,7 @@ class CaseSpec:
         return replace(self, seed=seed)
 
 
+_REQUEST = r"(?:[1-9]\d{0,6}x)?q\d{1,8}\.kv\d{1,8}"
 # The positional parts of an id, in order, with an example of each; an id is read against these.
 _PARTS = (
     ("phase", r"(?P<phase>[a-z]+)", "decode"),
@@ -157,29 +177,47 @@ _PARTS = (
     ("heads", r"h(?P<heads>[1-9]\d{0,4})", "h16"),
     (
         "requests",
-        r"(?P<requests>(?:\d{1,6}x)?q\d{1,8}\.kv\d{1,8}(?:\+(?:\d{1,6}x)?q\d{1,8}\.kv\d{1,8})*)",
+        rf"(?P<requests>{_REQUEST}(?:\+{_REQUEST})*)",
         "4xq1.kv4096",
     ),
     ("page", r"(?:p(?P<page>[1-9]\d{0,5})|ragged)", "p64 or ragged"),
     ("dtype", r"(?P<dtype>[a-z0-9]+)", "bf16"),
     ("regime", r"(?P<regime>[a-z]+)", "normal"),
 )
-# The exponent of a float's repr holds a minus sign (1e-05), hence its own pattern.
+# The parts that may follow. The exponent of a float's repr holds a minus sign (1e-05), hence its own pattern.
 _FLOAT = r"\d+(?:\.\d+)?(?:e[-+]?\d+)?"
+_DIM = r"[1-9]\d{0,4}"
+_LAST = (
+    r"(?P<full>full)",
+    rf"scale(?P<scale>{_FLOAT})",
+    rf"dims(?P<dims>{_DIM}\.{_DIM}\.{_DIM}\.{_DIM})",
+    r"s(?P<seed>\d{1,18})",
+)
 _ID = re.compile(
     "-".join(pattern for _, pattern, _ in _PARTS)
-    + rf"(?:-(?P<full>full))?(?:-scale(?P<scale>{_FLOAT}))?"
-    + r"(?:-dims(?P<dims>[1-9]\d*\.[1-9]\d*\.[1-9]\d*\.[1-9]\d*))?-s(?P<seed>\d{1,18})"
+    + "".join(f"(?:-{pattern})?" for pattern in _LAST[:-1])
+    + f"-{_LAST[-1]}"
 )
 
 
 def _explain(case_id: str) -> str:
     """Which part of an id that does not read is the first to differ from its pattern."""
-    given = case_id.split("-")
+    given = re.split(r"(?<!\de)-", case_id)  # not at the minus sign of an exponent
     for (name, pattern, example), value in zip(_PARTS, given, strict=False):
         if re.fullmatch(pattern, value) is None:
             return f"{value!r} stands where the {name} is expected, like {example}"
-    return "an id reads like decode-absorbed-h16-4xq1.kv4096-p64-bf16-normal-s0: mla-verify kernels --list prints them"
+    example = (
+        "an id reads like decode-absorbed-h16-4xq1.kv4096-p64-bf16-normal-s0: mla-verify kernels --list prints them"
+    )
+    if len(given) < len(_PARTS):
+        return f"the {_PARTS[len(given)][0]} and what follows it is missing; {example}"
+    last = given[len(_PARTS) :]
+    for value in last:
+        if not any(re.fullmatch(pattern, value) for pattern in _LAST):
+            return f"{value!r} is none of full, scale0.25, dims512.64.128.128 and s0, with which an id ends"
+    if not last or re.fullmatch(_LAST[-1], last[-1]) is None:
+        return f"the seed is missing, as in {case_id}-s0"
+    return f"it must end with full, scale, dims and seed in this order, each at most once; {example}"
 
 
 def _parse_requests(text: str) -> list[Request]:

@@ -17,13 +17,9 @@ from torch import Tensor
 from mla_verify.expected import Expected
 from mla_verify.formats import FORMATS
 from mla_verify.kernels.contract import RoundingFacts
-from mla_verify.noise import CONSTANTS, Constants, Noise, rms_limit, round_to, ulp, z_limit
+from mla_verify.noise import CONSTANTS, Constants, Noise, changed_rounding, rms_limit, round_to, ulp, z_limit
 from mla_verify.results import Check, Comparison, Location
 from mla_verify.tensors import MLAInputs, MLAOutput
-
-_NUM_STATISTICS = 3  # that share false_alarm
-_TIE_SIGMAS = 6.0  # an error of this many sigma does not happen
-_RARE_TIES = 32.0  # sigma below a step over this: fewer than 1 element in 40 changes its rounding
 
 
 def wrong_shape(actual: MLAOutput, inputs: MLAInputs, dtype: str, returns_lse: bool) -> str | None:
@@ -70,11 +66,11 @@ def _compare_out(
     z = error / noise.out.sqrt()
     checks = [_nonfinite_check(foreign)]
     if z.numel():
-        probability = c.false_alarm / _NUM_STATISTICS
+        probability = c.false_alarm / c.statistics
         checks += [
             Check("max_z", float(z.abs().max()), z_limit(z.numel(), probability), "largest |z|"),
             _rms_check(z, noise, probability),
-            _slope_check(actual, expected, rounded, noise, ulp(o, fmt), probability),
+            _slope_check(actual, expected, rounded, noise, ulp(o, fmt), probability, c),
         ]
     return _comparison("out", tuple(checks), actual, o, error, z, foreign, inputs)
 
@@ -86,7 +82,7 @@ def _compare_lse(actual: Tensor, expected: Expected, noise: Noise, inputs: MLAIn
     z = torch.where(lse.isfinite(), error / noise.lse.sqrt(), 0.0)
     checks = [_nonfinite_check(foreign)]
     if z.numel():
-        probability = c.false_alarm / _NUM_STATISTICS
+        probability = c.false_alarm / c.statistics
         checks.append(Check("max_z", float(z.abs().max()), z_limit(z.numel(), probability), "largest |z|"))
     return _comparison("lse", tuple(checks), actual, lse, error, z, foreign, inputs)
 
@@ -118,7 +114,7 @@ def _rms_check(z: Tensor, noise: Noise, probability: float) -> Check:
 
 
 def _slope_check(
-    actual: Tensor, expected: Expected, rounded: Tensor, noise: Noise, step: Tensor, probability: float
+    actual: Tensor, expected: Expected, rounded: Tensor, noise: Noise, step: Tensor, probability: float, c: Constants
 ) -> Check:
     """Relative scale error by head, against its standard error.
 
@@ -130,16 +126,13 @@ def _slope_check(
     weight = torch.where((reach > 0) & rounded.isfinite().all(-1), 1 / reach.clamp_min(1e-300), 0.0)
     sigma = noise.inner.sqrt()
     # An element this close to a tie may go either way, and all of a row may go one way together: its error is taken
-    # from the unrounded value, and half a step of it is allowed. Only where ties are rare: they are no rare event where
-    # sigma is near a step.
-    tied = (step / 2 - (rounded - o).abs() < _TIE_SIGMAS * sigma) & (sigma < step / _RARE_TIES)
+    # from the unrounded value, and half a step of it is allowed. Only while that is rare.
+    reachable = sigma * z_limit(o.numel(), probability)
+    tied = (step / 2 - (rounded - o).abs() < reachable) & (sigma < c.rare * step)
     residual = torch.where(actual.isfinite() & rounded.isfinite(), actual - torch.where(tied, o, rounded), 0.0)
     slope = (d * residual).sum(-1) * weight
     allowance = (torch.where(tied, step / 2, 0.0) * d.abs()).sum(-1) * weight + noise.slope_bias
-    # Mean square of round(o + e) - round(o) for e of variance inner: a full step now and then while e is small,
-    # e itself and two roundings when it is large.
-    flips = torch.minimum(step.square() / 6, math.sqrt(2 / math.pi) * step * sigma)
-    variance = noise.slope + (d.square() * flips).sum(-1) * weight.square()
+    variance = noise.slope + (d.square() * changed_rounding(step, sigma, c)).sum(-1) * weight.square()
 
     precision = torch.where(weight > 0, 1 / variance.clamp_min(1e-300), 0.0)
     total = precision.sum(0)  # [H]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mla_verify.kernels.contract import RoundingFacts
-from mla_verify.noise import CONSTANTS, Constants, Noise, noise_of, partial_states, weighings
+from mla_verify.noise import CONSTANTS, Constants, Noise, noise_of, splitting, weighings
 from mla_verify.reference.attention import Attention, attend_absorbed, attend_mha
-from mla_verify.reference.key_sums import KeySums, PartialRounding
+from mla_verify.reference.key_sums import KeySums, SplitRounding
 from mla_verify.reference.paged import gather_by_page_table
 from mla_verify.tensors import AbsorbedInputs, MLAInputs
 
@@ -28,7 +28,7 @@ class DenseRequest:
 
     def attend(self, facts: Sequence[RoundingFacts] = (), constants: Constants = CONSTANTS) -> Attention:
         """The reference's attention, with the sums that the noise of each of `facts` needs, in their order."""
-        partials = [partial_states(f, constants) for f in facts]
+        splittings = [splitting(f, constants) for f in facts]
         form = attend_absorbed if len(self.q) == 2 else attend_mha
         return form(
             *self.q,
@@ -36,7 +36,7 @@ class DenseRequest:
             sm_scale=self.sm_scale,
             causal=self.causal,
             weighings=[w for f in facts for w in weighings(f, self.qk_dims, constants)],
-            partials=[p for p in partials if p],
+            splittings=[s for s in splittings if s],
         )
 
 
@@ -67,15 +67,15 @@ def expect(inputs: MLAInputs, facts: Sequence[RoundingFacts], constants: Constan
     parts = [dense_request(inputs, b).attend(distinct, constants) for b in range(inputs.num_requests)]
     whole = _concatenate(parts)
     noise = {}
-    at_partial = 0
+    at_split = 0
     for i, f in enumerate(distinct):
-        has_partial = partial_states(f) is not None
+        has_split = splitting(f) is not None
         mine = replace(
             whole,
-            sums=whole.sums[2 * i : 2 * i + 2],
-            partials=whole.partials[at_partial : at_partial + has_partial],
+            sums=whole.sums[3 * i : 3 * i + 3],
+            splits=whole.splits[at_split : at_split + has_split],
         )
-        at_partial += has_partial
+        at_split += has_split
         noise[f] = noise_of(mine, f, constants)
     return Expected(whole, noise)
 
@@ -88,12 +88,12 @@ def _concatenate(parts: list[Attention]) -> Attention:
         KeySums(*(cat([getattr(s, f.name) for s in column]) for f in fields(KeySums)))
         for column in zip(*(p.sums for p in parts), strict=True)
     )
-    partials = tuple(
-        PartialRounding(cat([r.variance for r in column]), cat([r.minor for r in column]))
-        for column in zip(*(p.partials for p in parts), strict=True)
+    splits = tuple(
+        SplitRounding(cat([r.variance for r in column]), cat([r.tilt for r in column]))
+        for column in zip(*(p.splits for p in parts), strict=True)
     )
     plain = {
         name: cat([getattr(p, name) for p in parts])
         for name in ("out", "direction", "lse", "max_score", "mean_score", "num_keys")
     }
-    return Attention(**plain, sums=sums, partials=partials)
+    return Attention(**plain, sums=sums, splits=splits)

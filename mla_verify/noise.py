@@ -17,7 +17,7 @@ from torch import Tensor
 from mla_verify.formats import FORMATS, FloatFormat
 from mla_verify.kernels.contract import RoundingFacts
 from mla_verify.reference.attention import Attention
-from mla_verify.reference.key_sums import KeyTerms, PartialRounding, PartialStates, Weighing
+from mla_verify.reference.key_sums import KeyTerms, PartStates, Splitting, Weighing
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class Constants:
     random_walk: float = 1 / 2
     # ... and with a common sign: partial sums i / L of the total, whose squares add up to L / 3.
     drift: float = 1 / 3
+    # Keys too light to change an fp32 sum that is already there are lost, all in one direction. How many come after the
+    # sum is there depends on where the heavy keys are: a share uniform in [0, 1], of mean square 1 / 3.
+    swamped: float = 1 / 3
+    # Too light, in u: a step of 1.2 u of the sum still loses a tenth of what it adds, and a light key's value may be
+    # several times smaller than the sum.
+    light: float = 8.0
     # Roundings of the exponent's argument at the size of the score: the product with sm_scale, the product with log2 e.
     argument: float = 2.0
     # Error of exp in u^2: uniform within 1 ulp (2 u), the bound of the CPU's vector expf.
@@ -46,6 +52,16 @@ class Constants:
     # Where a kernel cuts the keys is known to a tile only, so a partial output is known to a part of its sampling
     # variance; one that happens to be near 0 for our cut must not count as exact.
     cut: float = 1 / 2
+    # A sum that is one number of the format but for a share x u moves by less than half a step when it is rounded, and
+    # in all dims alike: by x u while that is lost whole, by no more than u / 2, and falling as 1 / x.
+    tilt: float = 1 / 2
+    # Mean size of a normal number of variance 1: an error e changes a rounding with probability |e| / step.
+    mean_size: float = math.sqrt(2 / math.pi)
+    # Changed roundings are rare events, and no matter of variance, where sigma is under this share of a step: fewer
+    # than 1 element in 40 then changes.
+    rare: float = 1 / 32
+    # Statistics that share false_alarm: max_z, rms_z, slope.
+    statistics: float = 3.0
     # Absolute error of log: PTX gives lg2.approx 2^-22 for arguments near 1; uniform within it.
     log: float = (2.0**-22) ** 2 / 3
     # Probability of calling an honest kernel wrong, per case and tensor; shared out among the statistics.
@@ -65,7 +81,7 @@ class Noise:
     inner: Tensor  # of an output element before it is rounded to out_dtype
     out: Tensor  # of an output element as it is returned
     slope: Tensor  # row-shaped; of a row's relative scale error, along Attention.direction, before that rounding
-    slope_bias: Tensor  # row-shaped; no variance but a bound: how far rounding twice can tilt that slope
+    slope_bias: Tensor  # row-shaped; no variance but a bound: how far rounding partial outputs can tilt that slope
     lse: Tensor  # of the LSE
     shared: Tensor  # row-shaped: share of `out` that comes from keys, and so is common to the dims
     num_sources: Tensor  # row-shaped: how many keys, in effect, that share comes from
@@ -90,8 +106,11 @@ def round_to(x: Tensor, fmt: FloatFormat) -> Tensor:
 
 def weighings(
     facts: RoundingFacts, qk_dims: tuple[int, int], constants: Constants = CONSTANTS
-) -> tuple[Weighing, Weighing]:
-    """The per-key variances that the reference sums up: (times (v_j - o)^2, times v_j^2). qk_dims: nope, rope."""
+) -> tuple[Weighing, Weighing, Weighing]:
+    """What the reference sums up over the keys. qk_dims: nope, rope.
+
+    Two are variances per key, of (v_j - o)^2 and of v_j^2; the third is the p_j of keys that a running sum swallows.
+    """
     rounds_p = facts.p_dtype != "fp32"
 
     def centred(t: KeyTerms) -> Tensor:
@@ -103,20 +122,34 @@ def weighings(
         w = t.p.square() * (random * _U32**2 * constants.unknown)
         return w + _p_variance(t, facts, constants) if rounds_p and facts.rowsum == "unrounded" else w
 
-    return centred, plain
+    def swamped(t: KeyTerms) -> Tensor | None:
+        # A tile's keys are summed before the running sum takes them.
+        light = t.p * float(facts.tile or 1) < constants.light * _U32
+        lost = t.p.masked_fill(~light, 0.0)
+        # Less than one rounding of the whole is not worth three products.
+        return lost if float(lost.sum(-1).max()) > _U32 else None
+
+    return centred, plain, swamped
 
 
-def partial_states(facts: RoundingFacts, constants: Constants = CONSTANTS) -> PartialStates | None:
-    """What the reference must compute about split-KV partial outputs, or None when their storage rounds nothing."""
-    if facts.partial_dtype == "fp32" or facts.max_splits == 1:
+def splitting(facts: RoundingFacts, constants: Constants = CONSTANTS) -> Splitting | None:
+    """What the reference must compute about split-KV partial states, or None for a kernel that never splits."""
+    if facts.max_splits == 1:
         return None
-    fmt = FORMATS[facts.partial_dtype]
+    c, fmt = constants, FORMATS[facts.partial_dtype]
 
-    def variance(out: Tensor, spread: Tensor) -> Tensor:
-        size = (out.square() + constants.cut * spread).sqrt()
-        return constants.known * ulp(size, fmt).square()
+    def variance(part: PartStates) -> Tensor:
+        size = (part.out.square() + c.cut * part.spread).sqrt()
+        # The parts' weights come from their LSEs: stored, subtracted from the largest, and put through exp.
+        weight = _U32**2 * (c.unknown * c.lse * part.lse.square() + c.exp) + c.log
+        return c.known * ulp(size, fmt).square() + weight * part.away
 
-    return PartialStates(facts.max_splits, variance)
+    def tilt(share: Tensor) -> Tensor:
+        # fp32 parts are rounded too finely to tilt anything.
+        u = fmt.unit_roundoff if facts.partial_dtype != "fp32" else 0.0
+        return torch.minimum(share, c.tilt * u * (u / share.clamp_min(1e-300)).clamp_max(1.0))
+
+    return Splitting(facts.max_splits, variance, tilt)
 
 
 def _score_variance(t: KeyTerms, qk_dims: tuple[int, int], c: Constants) -> Tensor:
@@ -150,10 +183,10 @@ def _chain(num_keys: Tensor, tile: int | None, c: Constants) -> tuple[Tensor, Te
 
 
 def noise_of(ref: Attention, facts: RoundingFacts, constants: Constants = CONSTANTS) -> Noise:
-    """The noise of a kernel with these facts. `ref` was computed with their `weighings` and `partial_states` alone."""
+    """The noise of a kernel with these facts. `ref` was computed with their `weighings` and `splitting` alone."""
     c, fmt, o = constants, FORMATS[facts.out_dtype], ref.out
-    centred, plain = ref.sums
-    partial = ref.partials[0] if ref.partials else None
+    centred, plain, swamped = ref.sums
+    split = ref.splits[0] if ref.splits else None
     num_keys = ref.num_keys[:, None]
     _, drift = _chain(num_keys, facts.tile, c)
     drift = drift * _U32**2 * c.unknown  # [T, 1]
@@ -162,9 +195,9 @@ def noise_of(ref: Attention, facts: RoundingFacts, constants: Constants = CONSTA
     spread = (centred.v2 - 2 * o * centred.v + o.square() * centred.one[..., None]).clamp_min(0.0)
     keyed = spread + plain.v2
     # Two sums drift, that of P.V and the denominator.
-    inner = keyed + 2 * drift[..., None] * o.square()
-    if partial is not None:
-        inner = inner + partial.variance
+    inner = keyed + 2 * drift[..., None] * o.square() + c.swamped * swamped.v.square()
+    if split is not None:
+        inner = inner + split.variance
     step = ulp(o, fmt)
     # The rounding of a known number is known: never charge less than what rounding the expected value itself shows,
     # which matters where values sit on the format's ties (an average of two).
@@ -177,11 +210,12 @@ def noise_of(ref: Attention, facts: RoundingFacts, constants: Constants = CONSTA
     safe = reach.square().masked_fill(reach == 0, 1.0)
     # The denominator's drift is one factor for the whole row; P.V's differs from dim to dim.
     slope = along / safe + drift + drift * (d * o).square().sum(-1) / safe
-    if partial is not None:
-        slope = slope + (d.square() * partial.variance).sum(-1) / safe
+    slope = slope + c.swamped * swamped.along.square() / safe
+    if split is not None:
+        slope = slope + (d.square() * split.variance).sum(-1) / safe
 
     lse_drift = _chain(num_keys, facts.tile, c)[1] * _U32**2 * c.unknown
-    lse = centred.one + lse_drift + c.log
+    lse = centred.one + lse_drift + c.swamped * swamped.one.square() + c.log
     lse = lse + _U32**2 * c.unknown * (c.lse * ref.lse.square() + c.shared_scale * ref.mean_score.square())
     one = centred.one + plain.one
     square = centred.square + plain.square
@@ -189,7 +223,7 @@ def noise_of(ref: Attention, facts: RoundingFacts, constants: Constants = CONSTA
         inner=inner,
         out=out,
         slope=slope,
-        slope_bias=_double_rounding(partial, facts) if partial else torch.zeros_like(reach),
+        slope_bias=split.tilt if split else torch.zeros_like(reach),
         lse=lse,
         shared=(keyed / out).mean(-1),
         # sum(w)^2 / sum(w^2) counts equal weights; the two weighings share their keys, hence the 2.
@@ -197,16 +231,12 @@ def noise_of(ref: Attention, facts: RoundingFacts, constants: Constants = CONSTA
     )
 
 
-def _double_rounding(partial: PartialRounding, facts: RoundingFacts) -> Tensor:
-    """How far the slope of a row can tilt because one part outweighs the others and was rounded before the merge.
+def changed_rounding(step: Tensor, sigma: Tensor, constants: Constants = CONSTANTS) -> Tensor:
+    """Mean square of round(o + e) - round(o) for an error e of variance sigma^2, beyond e itself.
 
-    The merge moves that part's rounded output by less than half a step of out_dtype, and rounding moves it back: what
-    the light parts should have changed is lost, in all dims alike. At most their weight, and at most half a step (u);
-    none where they weigh several steps, since the fractions of a step are then spread evenly.
+    A full step now and then while e is small; two independent roundings when it is large.
     """
-    step = 2 * FORMATS[facts.out_dtype].unit_roundoff
-    lost = torch.where(partial.minor < 2 * step, partial.minor.clamp_max(step / 2), 0.0)
-    return lost.amax(-1)
+    return torch.minimum(2 * constants.known * step.square(), constants.mean_size * step * sigma)
 
 
 def z_limit(count: int, probability: float) -> float:

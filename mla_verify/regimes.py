@@ -46,10 +46,10 @@ def _normal(r: DenseRequest) -> None:
 
 
 def _aim(r: DenseRequest, targets: Tensor, score: float) -> None:
-    """Add to each query what lifts its key targets[q_len, num_heads] to about `score`."""
+    """Add to each query what lifts its key targets[q_len, num_heads] to about `score`; where that is -1, nothing."""
     head = torch.arange(r.num_heads) if r.k_nope.shape[1] > 1 else torch.zeros(r.num_heads, dtype=torch.long)
-    key = r.k_nope[targets, head]  # [q_len, num_heads, N]
-    r.q_nope += key * (score / r.sm_scale / key.square().sum(-1, keepdim=True))
+    key = r.k_nope[targets, head] * (targets >= 0)[..., None]  # [q_len, num_heads, N]
+    r.q_nope += key * (score / r.sm_scale / key.square().sum(-1, keepdim=True).clamp_min(1e-6))
 
 
 def _peaked(r: DenseRequest) -> None:
@@ -74,17 +74,28 @@ def edge_keys(num_keys: int, page_size: int) -> list[int]:
 
 
 def _needle(r: DenseRequest) -> None:
-    """Each (query, head) looks at one edge key, which gets much of the mass; head 0 looks at the last key."""
+    """Each head of a query looks at one edge key, which gets most of the mass but not all; the first at the last key.
+
+    Where a query has more edge keys than heads, some heads look at two or more, and each gets its share.
+    """
     r.q_nope *= 0.1
     r.q_pe *= 0.1
     if not len(r.k_nope):
         return
-    targets = torch.zeros(len(r.num_keys), r.num_heads, dtype=torch.long)
-    for t, n in enumerate(r.num_keys.tolist()):
-        keys = edge_keys(n, r.page_size) or [0]
-        shift = t * r.num_heads
-        targets[t] = torch.tensor([keys[0 if h == 0 else (shift + h) % len(keys)] for h in range(r.num_heads)])
-    _aim(r, targets, math.log(max(len(r.k_nope), 2)) + 2.0)
+    rows = [_needles(t, n, r.num_heads, r.page_size) for t, n in enumerate(r.num_keys.tolist())]
+    for i in range(max((len(keys) for row in rows for keys in row), default=0)):
+        targets = torch.tensor([[keys[i] if i < len(keys) else -1 for keys in row] for row in rows])
+        _aim(r, targets, math.log(max(len(r.k_nope), 2)) + 2.0)
+
+
+def _needles(token: int, num_keys: int, num_heads: int, page_size: int) -> list[list[int]]:
+    """The keys that each head of one query looks at. Tokens start at different edges."""
+    edges = edge_keys(num_keys, page_size) or [0]
+    keys = [[edges[0 if h == 0 else (token * num_heads + h) % len(edges)]] for h in range(num_heads)]
+    left = [edge for edge in edges if [edge] not in keys]
+    for h in range(1, num_heads):
+        keys[h] += left[h - 1 :: num_heads - 1]
+    return keys
 
 
 def _mixed(r: DenseRequest) -> None:

@@ -52,7 +52,6 @@ def run_plan(
     Never raises for what a kernel does. Ctrl-C, or a wrong result under `fail_fast`, leaves the rest NOT_RUN.
     """
     results: list[CaseResult] = []
-    reported = 0
     stopped = ""
     interrupted = False
     try:
@@ -62,10 +61,9 @@ def run_plan(
             for result in _run_case(list(group), device, inputs_file):
                 results.append(result)
                 on_result(result)
-                reported += 1
-                if fail_fast and result.verdict.wrong:
+                # The case's other kernels have run as well: their verdicts are kept.
+                if fail_fast and result.verdict.wrong and not stopped:
                     stopped = f"stopped by --fail-fast after {result.kernel} on {result.case}"
-                    break
     except KeyboardInterrupt:
         stopped, interrupted = "interrupted", True
     for entry in entries[len(results) :]:
@@ -90,8 +88,10 @@ def _run_case(entries: list[PlanEntry], device: str, inputs_file: Path | None) -
     """The results of one case's kernels, in order, once all of them are there."""
     attempts = [_Attempt(entry, _blank(entry, device, inputs_file)) for entry in entries]
     for attempt in attempts:
-        _check_support(attempt, device)
-    open_attempts = [a for a in attempts if a.result.verdict is not Verdict.UNSUPPORTED]
+        with _tool_errors([attempt]):
+            _check_support(attempt, device)
+    # One whose kernel could not even say whether it takes the case has its reason already.
+    open_attempts = [a for a in attempts if a.result.verdict is Verdict.NOT_RUN and not a.result.reason]
     if open_attempts:
         with _tool_errors(open_attempts):
             _run_and_judge(open_attempts, device, inputs_file)
@@ -118,15 +118,15 @@ def _check_support(attempt: _Attempt, device: str) -> None:
 
 @contextmanager
 def _tool_errors(attempts: list[_Attempt]) -> Iterator[None]:
-    """Out of memory and errors of the tool cost this case its verdict, and nothing else."""
+    """Out of memory and errors of the tool cost these attempts a verdict that they lack so far, and nothing else."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # no kernel's contract and no library may end the run either
         reason, is_tool = f"{type(error).__name__}: {error}", True
         if _out_of_memory(error):
             reason, is_tool = f"out of memory: {_first_line(error)}", False
         for attempt in attempts:
-            if attempt.output is not None or attempt.result.verdict is Verdict.NOT_RUN:
+            if attempt.result.verdict is Verdict.NOT_RUN and not attempt.result.reason:
                 attempt.result = replace(
                     attempt.result,
                     verdict=Verdict.NOT_RUN,
@@ -143,12 +143,14 @@ def _run_and_judge(attempts: list[_Attempt], device: str, inputs_file: Path | No
     pristine = {name: tensor.clone() for name, tensor in inputs.named_tensors().items()}
     # Every kernel runs before the reference allocates: a fresh buffer could otherwise hold the right answer already.
     for attempt in attempts:
-        _run_kernel(attempt, inputs)
+        with _tool_errors([attempt]):
+            _run_kernel(attempt, inputs)
         damaged = _damaged(inputs, pristine)
         if damaged and attempt.result.verdict is Verdict.NOT_RUN:
             _settle(attempt, Verdict.FAIL, f"the kernel changed its input {' and '.join(damaged)} in place")
         for name in damaged:
-            inputs.named_tensors()[name].copy_(pristine[name])
+            # Its shape may be another too.
+            inputs.named_tensors()[name].set_(pristine[name].clone())  # type: ignore[call-overload]
     judged = [attempt for attempt in attempts if attempt.output is not None]
     if not judged:
         return
@@ -160,7 +162,8 @@ def _run_and_judge(attempts: list[_Attempt], device: str, inputs_file: Path | No
     sizes = _fault_sizes(attempts[0].entry, inputs, expected)
     clock.lap("vacuity")
     for attempt in judged:
-        _judge(attempt, inputs, expected, sizes)
+        with _tool_errors([attempt]):
+            _judge(attempt, inputs, expected, sizes)
     clock.lap("compare")
     shared = {stage: seconds / len(judged) for stage, seconds in clock.laps.items() if stage != "kernels"}
     for attempt in judged:
@@ -182,7 +185,7 @@ def _make_inputs(entry: PlanEntry, device: str, inputs_file: Path | None) -> MLA
 def _run_kernel(attempt: _Attempt, inputs: MLAInputs) -> None:
     from mla_verify.compare import wrong_shape
     from mla_verify.formats import FORMATS
-    from mla_verify.tensors import output_buffers
+    from mla_verify.tensors import MLAOutput, output_buffers
 
     entry = attempt.entry
     contract = entry.kernel.contract
@@ -192,7 +195,11 @@ def _run_kernel(attempt: _Attempt, inputs: MLAInputs) -> None:
     try:
         output = entry.kernel.run(inputs, buffers)
         _synchronize(inputs)
-    except Exception as error:
+        attempt.result = replace(attempt.result, ran=entry.kernel.ran())
+    except KeyboardInterrupt:
+        raise
+    # SystemExit too: a kernel that exits must not end the run, least of all with its exit code.
+    except BaseException as error:
         if _out_of_memory(error):
             attempt.result = replace(attempt.result, reason=f"out of memory in the kernel: {_first_line(error)}")
             return
@@ -201,7 +208,11 @@ def _run_kernel(attempt: _Attempt, inputs: MLAInputs) -> None:
         return
     finally:
         attempt.result = replace(attempt.result, seconds={"kernel": time.perf_counter() - started})
-    attempt.result = replace(attempt.result, ran=entry.kernel.ran())
+    if not isinstance(output, MLAOutput):
+        _settle(
+            attempt, Verdict.WRONG_SHAPE, f"run returned {type(output).__name__}, it must return MLAOutput(out, lse)"
+        )
+        return
     wrong = wrong_shape(output, inputs, facts.out_dtype, contract.returns_lse)
     if wrong:
         _settle(attempt, Verdict.WRONG_SHAPE, wrong)
@@ -260,11 +271,12 @@ def _settle(attempt: _Attempt, verdict: Verdict, reason: str) -> None:
 def _damaged(inputs: MLAInputs, pristine: dict[str, torch.Tensor]) -> list[str]:
     import torch
 
-    # As bytes: NaN poison equals itself, and -0.0 is not 0.0.
+    # As bytes: NaN poison equals itself, and -0.0 is not 0.0. A kernel may also have transposed or resized in place.
     return [
         name
         for name, tensor in inputs.named_tensors().items()
-        if not torch.equal(tensor.view(torch.uint8), pristine[name].view(torch.uint8))
+        if tensor.shape != pristine[name].shape
+        or not torch.equal(tensor.contiguous().view(torch.uint8), pristine[name].contiguous().view(torch.uint8))
     ]
 
 

@@ -85,7 +85,7 @@ def fault_sizes(inputs: MLAInputs, expected: Expected, faults: tuple[str, ...]) 
 def unseen_faults(sizes: dict[str, tuple[torch.Tensor, ...]], expected: Expected, facts: RoundingFacts) -> list[str]:
     """The faults, as "a kernel that ...", that no sampled output would show beyond the limit of max_z."""
     noise = expected.noise[facts]
-    limit = z_limit(noise.out.numel(), CONSTANTS.false_alarm / 3)
+    limit = z_limit(noise.out.numel(), CONSTANTS.false_alarm / CONSTANTS.statistics)
     unseen = []
     for name, (moved, tokens, heads) in sizes.items():
         sigma = noise.out[tokens[:, None], heads].sqrt()

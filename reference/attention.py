@@ -18,11 +18,11 @@ from torch import Tensor
 from mla_verify.reference.key_sums import (
     KeySums,
     KeyTerms,
-    PartialRounding,
-    PartialStates,
+    SplitRounding,
+    Splitting,
     Weighing,
-    minor_mass,
-    partial_variance,
+    split_tilt,
+    split_variance,
     weighted_sums,
 )
 from mla_verify.reference.keys import Keys
@@ -44,7 +44,7 @@ class Attention:
     mean_score: Tensor
     num_keys: Tensor
     sums: tuple[KeySums, ...]  # one for each weighing
-    partials: tuple[PartialRounding, ...]  # one for each of the `partials` asked for
+    splits: tuple[SplitRounding, ...]  # one for each of the `splittings` asked for
 
 
 def attend_absorbed(
@@ -56,7 +56,7 @@ def attend_absorbed(
     sm_scale: float,
     causal: bool,
     weighings: Sequence[Weighing] = (),
-    partials: Sequence[PartialStates] = (),
+    splittings: Sequence[Splitting] = (),
 ) -> Attention:
     """Attention over the latent cache: every head shares the keys, and ckv is both key and value.
 
@@ -83,7 +83,7 @@ def attend_absorbed(
         sm_scale=sm_scale,
         causal=causal,
         weighings=weighings,
-        partials=partials,
+        splittings=splittings,
     )
 
 
@@ -95,7 +95,7 @@ def attend_mha(
     sm_scale: float,
     causal: bool,
     weighings: Sequence[Weighing] = (),
-    partials: Sequence[PartialStates] = (),
+    splittings: Sequence[Splitting] = (),
 ) -> Attention:
     """Attention with keys and values of every head's own (`expand_kv`).
 
@@ -113,7 +113,7 @@ def attend_mha(
         sm_scale=sm_scale,
         causal=causal,
         weighings=weighings,
-        partials=partials,
+        splittings=splittings,
     )
 
 
@@ -146,7 +146,7 @@ def _attend(
     sm_scale: float,
     causal: bool,
     weighings: Sequence[Weighing],
-    partials: Sequence[PartialStates],
+    splittings: Sequence[Splitting],
 ) -> Attention:
     kv_len, device = v.length, v.x.device
     num_keys = torch.full((q_len,), kv_len, dtype=torch.float64, device=device)
@@ -154,8 +154,8 @@ def _attend(
         num_keys = (torch.arange(q_len, device=device) + (kv_len - q_len + 1)).clamp(0, kv_len).double()
     groups, rows = pairs[0][0].shape[:2]
     block = max(1, _SCORE_BYTES // max(1, 8 * groups * kv_len))
-    for partial in partials:
-        block = max(1, min(block, _SCORE_BYTES // (5 * 8 * groups * partial.max_splits * v.dim)))
+    for splitting in splittings:
+        block = max(1, min(block, _SCORE_BYTES // (5 * 8 * groups * splitting.max_splits * v.dim)))
     parts = [
         _attend_rows(
             [(q[:, start : start + block].double(), k) for q, k in pairs],
@@ -163,7 +163,7 @@ def _attend(
             num_keys[row_query[start : start + block]],
             sm_scale,
             weighings,
-            partials,
+            splittings,
         )
         for start in range(0, max(rows, 1), block)
     ]
@@ -171,7 +171,7 @@ def _attend(
     (out, direction, lse, max_score, mean_score), rest = merged[:5], merged[5:]
     sums = tuple(KeySums(*rest[6 * i : 6 * i + 6]) for i in range(len(weighings)))
     rest = rest[6 * len(weighings) :]
-    rounding = tuple(PartialRounding(*pair) for pair in zip(rest[::2], rest[1::2], strict=True))
+    rounding = tuple(SplitRounding(*pair) for pair in zip(rest[::2], rest[1::2], strict=True))
     return Attention(out, direction, lse, max_score, mean_score, num_keys, sums, rounding)
 
 
@@ -181,9 +181,9 @@ def _attend_rows(
     num_keys: Tensor,  # [rows]
     sm_scale: float,
     weighings: Sequence[Weighing],
-    partials: Sequence[PartialStates],
+    splittings: Sequence[Splitting],
 ) -> list[Tensor]:
-    """[groups, rows, ...]: out, direction, lse, max_score, mean_score, each weighing's six sums, the partials' two."""
+    """[groups, rows, ...]: out, direction, lse, max_score, mean_score, six sums a weighing, two tensors a splitting."""
     kv_len = v.length
     score = pairs[0][0].new_zeros(v.groups, pairs[0][0].shape[1], kv_len)
     gram = torch.zeros_like(score) if weighings else score
@@ -218,6 +218,6 @@ def _attend_rows(
         weights = [weighing(terms) for weighing in weighings]
     out, direction, sums = weighted_sums(p, weights, v)
     columns = [out, direction, lse, max_score.squeeze(-1), (p * score).sum(-1), *sums]
-    for partial in partials:
-        columns += [partial_variance(p, v, partial), minor_mass(p, partial)]
+    for splitting in splittings:
+        columns += [split_variance(p, v, out, lse, splitting), split_tilt(p, splitting)]
     return columns

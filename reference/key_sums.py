@@ -5,7 +5,7 @@ Everything here works on blocks: p, score, ... are [groups, rows, kv_len], value
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,8 @@ class KeyTerms:
     num_keys: Tensor  # [rows, 1], visible keys
 
 
-Weighing = Callable[[KeyTerms], Tensor]  # -> [groups, rows, kv_len]
+# -> [groups, rows, kv_len], or None for a weighing that is 0 throughout, whose sums cost nothing.
+Weighing = Callable[[KeyTerms], "Tensor | None"]
 
 
 @dataclass(frozen=True)
@@ -42,28 +43,40 @@ class KeySums:
 
 
 @dataclass(frozen=True)
-class PartialStates:
-    """Ask for the rounding of split-KV partial outputs: the keys cut into 1, 2, 4, ... equal parts, up to `max_splits`.
+class PartStates:
+    """Attention over each part of a split of the keys: the partial states that a split-KV kernel merges."""
 
-    variance: of storing one partial output, elementwise, from its value and the variance by which it would differ had
-    other keys of the same kind been in the part.
-    """
-
-    max_splits: int
-    variance: Callable[[Tensor, Tensor], Tensor]
+    out: Tensor  # [groups, rows, parts, v_dim]
+    spread: Tensor  # like out: the variance by which it would differ had other keys of the same kind been in the part
+    away: Tensor  # like out: (out of the part - out of the whole)^2
+    lse: Tensor  # [groups, rows, parts, 1]; of a part without weight, that of the smallest number
 
 
 @dataclass(frozen=True)
-class PartialRounding:
-    """What rounding the partial outputs does, of parts s with weights w_s."""
+class Splitting:
+    """Ask for the rounding of a split-KV kernel: the keys cut into 1, 2, 4, ... equal parts, up to `max_splits`.
 
-    variance: Tensor  # worst over the split counts of sum_s w_s^2 variance(out_s, spread_s)  [q_len, num_heads, v_dim]
-    minor: Tensor  # 1 - the largest w_s, for split counts and cuts near the equal ones  [q_len, num_heads, cuts]
+    variance: what part s adds to the variance of the result, over w_s^2, elementwise.
+    tilt: relative change, in all dims alike, of a rounded sum in which all but this share comes from one term.
+    """
+
+    max_splits: int
+    variance: Callable[[PartStates], Tensor]
+    tilt: Callable[[Tensor], Tensor]
 
 
-def weighted_sums(p: Tensor, weights: list[Tensor], v: Keys) -> tuple[Tensor, Tensor, list[Tensor]]:
+@dataclass(frozen=True)
+class SplitRounding:
+    """What splitting does to the result, with w_s the weight of part s."""
+
+    variance: Tensor  # worst over the split counts of sum_s w_s^2 variance  [q_len, num_heads, v_dim]
+    tilt: Tensor  # worst over cuts of: tilt of the merge + sum_s w_s tilt of part s  [q_len, num_heads]
+
+
+def weighted_sums(p: Tensor, all_weights: Sequence[Tensor | None], v: Keys) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The output sum_j p_j v_j, its direction, and each weight's fields of KeySums, one after the other."""
     rows = p.shape[1]
+    weights = [w for w in all_weights if w is not None]
     # One product for p and all weights: the values are read once, which is what a few rows wait for.
     stacked = torch.cat([p, *weights], dim=1)
     first = p.new_zeros(p.shape[0], stacked.shape[1], v.dim)
@@ -77,14 +90,19 @@ def weighted_sums(p: Tensor, weights: list[Tensor], v: Keys) -> tuple[Tensor, Te
             first += stacked[:, :, keys] @ value
     out = first[:, :rows]
     direction = slope_direction(out)
-    if not weights:
-        return out, direction, []
-    along = torch.empty_like(p)
-    for keys, value in v.blocks():
-        along[:, :, keys] = direction @ value.transpose(1, 2)
-    columns = []
-    for i, w in enumerate(weights):
-        mine = slice(i * rows, (i + 1) * rows)
+    along = torch.empty_like(p) if weights else p
+    if weights:
+        for keys, value in v.blocks():
+            along[:, :, keys] = direction @ value.transpose(1, 2)
+    columns: list[Tensor] = []
+    start = 0
+    for w in all_weights:
+        if w is None:
+            scalar, vector = out.new_zeros(out.shape[:2]), torch.zeros_like(out)
+            columns += [scalar, scalar, vector, vector, scalar, scalar]
+            continue
+        mine = slice(start, start + rows)
+        start += rows
         w_along = w * along
         columns += [w.sum(-1), w.square().sum(-1), first[:, rows:][:, mine], second[:, mine]]
         columns += [w_along.sum(-1), (w_along * along).sum(-1)]
@@ -102,10 +120,10 @@ def slope_direction(out: Tensor) -> Tensor:
     return torch.where(square > 0, out / torch.maximum(square, middle).clamp_min(torch.finfo(out.dtype).tiny), 0.0)
 
 
-def partial_variance(p: Tensor, v: Keys, partial: PartialStates) -> Tensor:
-    """Worst over 1, 2, 4, ... equal parts of the keys of sum_s w_s^2 variance(out_s, spread_s)."""
+def split_variance(p: Tensor, v: Keys, out: Tensor, lse: Tensor, splitting: Splitting) -> Tensor:
+    """SplitRounding.variance for a block of rows. out: [groups, rows, v_dim].  lse: [groups, rows]."""
     kv_len = v.length
-    count = 1 << max(0, partial.max_splits.bit_length() - 1)
+    count = 1 << max(0, splitting.max_splits.bit_length() - 1)
     step = max(1, -(-kv_len // count))
     slices = [slice(s * step, min((s + 1) * step, kv_len)) for s in range(count)]
     # Sums over each part, [groups, rows, count, v_dim or 1]; those of fewer, larger parts follow by addition.
@@ -115,35 +133,40 @@ def partial_variance(p: Tensor, v: Keys, partial: PartialStates) -> Tensor:
         value, _, (square, _, square_v, square_v2, _, _) = weighted_sums(p[:, :, s], [p2[:, :, s]], v.part(s))
         columns.append((p[:, :, s].sum(-1, keepdim=True), value, square[..., None], square_v, square_v2))
     sums = [torch.stack(column, dim=2) for column in zip(*columns, strict=True)]
-    worst = torch.zeros_like(sums[1][:, :, 0])
+    whole, whole_lse = out[:, :, None], lse[:, :, None, None]
+    worst = torch.zeros_like(out)
     while True:
         mass, value, square, square_v, square_v2 = sums
         safe = mass.clamp_min(torch.finfo(torch.float64).tiny)
-        out = value / safe
+        part = value / safe
         # Sampling variance of a weighted mean: sum_j (p_j / w_s)^2 (v_j - out_s)^2.
-        spread = ((square_v2 - 2 * out * square_v + out.square() * square) / safe.square()).clamp_min(0.0)
-        # Where w_s underflows its part weighs nothing.
-        charged = torch.where(mass > 1e-30, mass.square() * partial.variance(out, spread), 0.0)
+        spread = ((square_v2 - 2 * part * square_v + part.square() * square) / safe.square()).clamp_min(0.0)
+        states = PartStates(part, spread, (part - whole).square(), whole_lse + safe.log())
+        # A part whose weight underflows adds nothing.
+        charged = torch.where(mass > 1e-30, mass.square() * splitting.variance(states), 0.0)
         worst = torch.maximum(worst, charged.sum(2))
         if mass.shape[2] == 1:
             return worst
         sums = [x.unflatten(2, (-1, 2)).sum(3) for x in sums]
 
 
-_CUT_SHIFTS = (-64, -32, 0, 32, 64)  # keys: kernels cut at tiles
+_CUT_STEPS = (1, 16, 32, 64, 128)  # keys: a part is a whole number of tiles or pages
 
 
-def minor_mass(p: Tensor, partial: PartialStates) -> Tensor:
-    """1 - the weight of the heaviest part, [groups, rows, cuts], for 2, 4, ... parts cut at and near equal lengths."""
+def split_tilt(p: Tensor, splitting: Splitting) -> Tensor:
+    """SplitRounding.tilt for a block of rows, [groups, rows]."""
     groups, rows, kv_len = p.shape
-    before = torch.cat([p.new_zeros(groups, rows, 1), p.cumsum(-1)], dim=-1)
-    minor = []
-    for level in range(1, partial.max_splits.bit_length()):
-        count = 1 << level
-        equal = torch.arange(1, count, device=p.device) * -(-kv_len // count)
-        for shift in _CUT_SHIFTS:
-            bounds = torch.cat([equal.new_zeros(1), (equal + shift).clamp(0, kv_len), equal.new_full((1,), kv_len)])
-            # The lighter parts' sum: 1 - w_s would cancel.
-            mass = before[:, :, bounds].diff(dim=-1).sort(dim=-1).values
-            minor.append(mass[:, :, :-1].sum(-1))
-    return torch.stack(minor, dim=-1)
+    worst = p.new_zeros(groups, rows)
+    if not kv_len:
+        return worst
+    for level in range(1, splitting.max_splits.bit_length()):
+        for unit in _CUT_STEPS:
+            step = max(unit, -(-kv_len // (unit << level)) * unit)
+            parts = torch.nn.functional.pad(p, (0, -kv_len % step)).unflatten(2, (-1, step))
+            mass, largest = parts.sum(-1), parts.amax(-1)  # [groups, rows, count]
+            # What is beside the largest, added up from small numbers: 1 - largest would cancel.
+            rest = parts.masked_fill(parts >= largest[..., None], 0.0).sum(-1)
+            tilt = (mass * splitting.tilt(rest / mass.clamp_min(torch.finfo(mass.dtype).tiny))).sum(-1)
+            others = mass.masked_fill(mass >= mass.amax(-1, keepdim=True), 0.0).sum(-1)
+            worst = torch.maximum(worst, tilt + splitting.tilt(others))
+    return worst

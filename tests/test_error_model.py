@@ -70,7 +70,7 @@ def test_honest_runs_are_accepted_and_their_errors_are_as_large_as_predicted(dty
     assert set(rms) == set(REGIMES)
     # The band of the 2,000 runs is 0.35 to 1.1; four runs a regime scatter around it.
     # peaked: one key has all the mass, and the honest output is the value itself, without an error.
-    assert rms.pop("peaked") == 0
+    assert rms.pop("peaked") < 0.05
     assert all(0.28 <= value <= 1.1 for value in rms.values()), rms
 
 
@@ -82,6 +82,9 @@ def test_honest_runs_are_accepted_and_their_errors_are_as_large_as_predicted(dty
         (34, "bf16", "the same, on bf16"),
         (168, "bf16", "a light part's share lost when the heavy part was rounded before the merge: slope 4.97"),
         (57, "bf16", "the same, with 8 splits"),
+        (375, "bf16", "a part's output that is one value but for a share of u / 3, lost when it is stored: slope 6.65"),
+        (606, "fp32", "tiles too light to change a sum of 4.6: max_z 7.6"),
+        (1845, "fp32", "weights of parts of 3 keys, from LSEs in fp32: max_z 7.2"),
     ],
 )
 def test_honest_runs_that_once_raised_an_alarm_are_accepted(number: int, dtype: str, why: str) -> None:

@@ -1,6 +1,7 @@
 """Tables in the docs that come from data: `python tools/docs_tables.py` checks them, with `--write` it writes them.
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table -->` in README.md or docs/*.md; NAME is a key of TABLES.
+A table stands between `<!-- table:NAME -->` and `<!-- /table -->` in README.md, docs/*.md or benchmarks/*.md; NAME is a
+key of TABLES.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mla_verify.dims import ODD_HEADS, PRESETS  # noqa: E402
 from mla_verify.kernels import kernel_names, load_kernel  # noqa: E402
 from mla_verify.kernels.contract import RoundingFacts  # noqa: E402
 from mla_verify.suites import SUITES, suite_cases  # noqa: E402
+from tools import evidence_tables  # noqa: E402
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -77,7 +79,25 @@ def cells(facts: RoundingFacts) -> list[str]:
     return [facts.out_dtype, facts.p_dtype, f"of {facts.rowsum} P", partial, tile]
 
 
-TABLES: dict[str, Callable[[], str]] = {"suites": suites, "dims": dims, "kernels": kernels, "rounding": rounding}
+def evidence(table: Callable[[], tuple[Sequence[str], list[list[str]], str]]) -> Callable[[], str]:
+    """A table of recorded figures, and below it where they come from."""
+
+    def render() -> str:
+        header, rows, origin = table()
+        return f"{markdown(header, rows)}\n\n{origin}"
+
+    return render
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "suites": suites,
+    "dims": dims,
+    "kernels": kernels,
+    "rounding": rounding,
+    "error_regimes": evidence(evidence_tables.error_regimes),
+    "error_rules": evidence(evidence_tables.error_rules),
+    "measured": evidence(evidence_tables.measured),
+}
 
 START, END = "<!-- table:{} -->", "<!-- /table -->"
 BLOCK = re.compile(rf"{START.format('(.*?)')}\n.*?{END}", re.DOTALL)
@@ -99,7 +119,11 @@ def rewritten(text: str) -> str:
 
 def main(write: bool) -> int:
     status = 0
-    for file in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for file in [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "benchmarks").glob("*.md")),
+    ]:
         text, name = file.read_text(), str(file.relative_to(ROOT))
         try:
             new = rewritten(text)
