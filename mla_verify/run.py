@@ -11,32 +11,23 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mla_verify.attempt import Attempt, check_support, first_line, judge, out_of_memory, run_kernel, settle
 from mla_verify.config import repeat_command
-from mla_verify.plan import PlanEntry, why_unavailable
-from mla_verify.results import CaseResult, Comparison, Verdict
+from mla_verify.plan import PlanEntry
+from mla_verify.results import CaseResult, Verdict
 
 if TYPE_CHECKING:
     import torch
 
     from mla_verify.expected import Expected
-    from mla_verify.kernels.contract import RoundingFacts
-    from mla_verify.tensors import MLAInputs, MLAOutput
+    from mla_verify.tensors import MLAInputs
+    from mla_verify.vacuity import FaultSizes
 
 
 @dataclass(frozen=True)
 class RunOutcome:
     results: tuple[CaseResult, ...]  # one for each entry, in their order
     interrupted: bool
-
-
-@dataclass
-class _Attempt:
-    """One kernel on one case, on its way to a verdict."""
-
-    entry: PlanEntry
-    result: CaseResult
-    output: MLAOutput | None = None
-    facts: RoundingFacts | None = None
 
 
 def run_plan(
@@ -86,10 +77,10 @@ def _blank(entry: PlanEntry, device: str, inputs_file: Path | None) -> CaseResul
 
 def _run_case(entries: list[PlanEntry], device: str, inputs_file: Path | None) -> Iterator[CaseResult]:
     """The results of one case's kernels, in order, once all of them are there."""
-    attempts = [_Attempt(entry, _blank(entry, device, inputs_file)) for entry in entries]
+    attempts = [Attempt(entry, _blank(entry, device, inputs_file)) for entry in entries]
     for attempt in attempts:
         with _tool_errors([attempt]):
-            _check_support(attempt, device)
+            check_support(attempt, device)
     # One whose kernel could not even say whether it takes the case has its reason already.
     open_attempts = [a for a in attempts if a.result.verdict is Verdict.NOT_RUN and not a.result.reason]
     if open_attempts:
@@ -98,33 +89,15 @@ def _run_case(entries: list[PlanEntry], device: str, inputs_file: Path | None) -
     yield from (attempt.result for attempt in attempts)
 
 
-def _check_support(attempt: _Attempt, device: str) -> None:
-    entry = attempt.entry
-    kernel = entry.kernel
-    why = why_unavailable(kernel, device)
-    if why is None and entry.dtype not in kernel.contract.dtypes:
-        why = f"dtype {entry.dtype} is not among {', '.join(kernel.contract.dtypes)}"
-    if why is None and entry.phase not in kernel.contract.phases:
-        why = f"phase {entry.phase} is not among {', '.join(kernel.contract.phases)}"
-    if why is None and entry.spec is not None:
-        pages = kernel.contract.page_sizes
-        if pages is not None and entry.spec.page_size not in pages:
-            why = f"page size {entry.spec.page_size} is not among {', '.join(map(str, pages))}"
-        else:
-            why = kernel.why_not(entry.spec)
-    if why is not None:
-        attempt.result = replace(attempt.result, verdict=Verdict.UNSUPPORTED, reason=why)
-
-
 @contextmanager
-def _tool_errors(attempts: list[_Attempt]) -> Iterator[None]:
+def _tool_errors(attempts: list[Attempt]) -> Iterator[None]:
     """Out of memory and errors of the tool cost these attempts a verdict that they lack so far, and nothing else."""
     try:
         yield
     except (Exception, SystemExit) as error:  # no kernel's contract and no library may end the run either
         reason, is_tool = f"{type(error).__name__}: {error}", True
-        if _out_of_memory(error):
-            reason, is_tool = f"out of memory: {_first_line(error)}", False
+        if out_of_memory(error):
+            reason, is_tool = f"out of memory: {first_line(error)}", False
         for attempt in attempts:
             if attempt.result.verdict is Verdict.NOT_RUN and not attempt.result.reason:
                 attempt.result = replace(
@@ -136,7 +109,7 @@ def _tool_errors(attempts: list[_Attempt]) -> Iterator[None]:
                 )
 
 
-def _run_and_judge(attempts: list[_Attempt], device: str, inputs_file: Path | None) -> None:
+def _run_and_judge(attempts: list[Attempt], device: str, inputs_file: Path | None) -> None:
     clock = _Clock()
     inputs = _make_inputs(attempts[0].entry, device, inputs_file)
     clock.lap("inputs")
@@ -144,10 +117,10 @@ def _run_and_judge(attempts: list[_Attempt], device: str, inputs_file: Path | No
     # Every kernel runs before the reference allocates: a fresh buffer could otherwise hold the right answer already.
     for attempt in attempts:
         with _tool_errors([attempt]):
-            _run_kernel(attempt, inputs)
+            run_kernel(attempt, inputs)
         damaged = _damaged(inputs, pristine)
         if damaged and attempt.result.verdict is Verdict.NOT_RUN:
-            _settle(attempt, Verdict.FAIL, f"the kernel changed its input {' and '.join(damaged)} in place")
+            settle(attempt, Verdict.FAIL, f"the kernel changed its input {' and '.join(damaged)} in place")
         for name in damaged:
             # Its shape may be another too.
             inputs.named_tensors()[name].set_(pristine[name].clone())  # type: ignore[call-overload]
@@ -163,7 +136,7 @@ def _run_and_judge(attempts: list[_Attempt], device: str, inputs_file: Path | No
     clock.lap("vacuity")
     for attempt in judged:
         with _tool_errors([attempt]):
-            _judge(attempt, inputs, expected, sizes)
+            judge(attempt, inputs, expected, sizes)
     clock.lap("compare")
     shared = {stage: seconds / len(judged) for stage, seconds in clock.laps.items() if stage != "kernels"}
     for attempt in judged:
@@ -182,90 +155,13 @@ def _make_inputs(entry: PlanEntry, device: str, inputs_file: Path | None) -> MLA
     return move(read_inputs_file(inputs_file).load(), device)
 
 
-def _run_kernel(attempt: _Attempt, inputs: MLAInputs) -> None:
-    from mla_verify.compare import wrong_shape
-    from mla_verify.formats import FORMATS
-    from mla_verify.tensors import MLAOutput, output_buffers
-
-    entry = attempt.entry
-    contract = entry.kernel.contract
-    facts = contract.facts(entry.dtype)
-    buffers = output_buffers(inputs, FORMATS[facts.out_dtype].torch_dtype)
-    started = time.perf_counter()
-    try:
-        output = entry.kernel.run(inputs, buffers)
-        _synchronize(inputs)
-        attempt.result = replace(attempt.result, ran=entry.kernel.ran())
-    except KeyboardInterrupt:
-        raise
-    # SystemExit too: a kernel that exits must not end the run, least of all with its exit code.
-    except BaseException as error:
-        if _out_of_memory(error):
-            attempt.result = replace(attempt.result, reason=f"out of memory in the kernel: {_first_line(error)}")
-            return
-        _settle(attempt, Verdict.ERROR, f"the kernel raised {type(error).__name__}: {_first_line(error)}")
-        attempt.result = replace(attempt.result, traceback=traceback.format_exc())
-        return
-    finally:
-        attempt.result = replace(attempt.result, seconds={"kernel": time.perf_counter() - started})
-    if not isinstance(output, MLAOutput):
-        _settle(
-            attempt, Verdict.WRONG_SHAPE, f"run returned {type(output).__name__}, it must return MLAOutput(out, lse)"
-        )
-        return
-    wrong = wrong_shape(output, inputs, facts.out_dtype, contract.returns_lse)
-    if wrong:
-        _settle(attempt, Verdict.WRONG_SHAPE, wrong)
-        return
-    attempt.output, attempt.facts = output, facts
-
-
-def _judge(attempt: _Attempt, inputs: MLAInputs, expected: Expected, sizes: dict[str, tuple]) -> None:  # type: ignore[type-arg]
-    from mla_verify.compare import compare_output
-    from mla_verify.vacuity import unseen_faults
-
-    assert attempt.output is not None and attempt.facts is not None
-    if attempt.result.verdict is not Verdict.NOT_RUN:
-        return  # it damaged its inputs
-    comparisons = compare_output(attempt.output, expected, attempt.facts, inputs)
-    attempt.result = replace(attempt.result, comparisons=comparisons)
-    failed = [c for c in comparisons if not c.passed]
-    unseen = unseen_faults(sizes, expected, attempt.facts)
-    if failed:
-        _settle(attempt, Verdict.FAIL, "; ".join(failure_sentence(c) for c in failed))
-    elif unseen:
-        reason = f"the case cannot tell: it would pass a kernel that {' or that '.join(unseen)}"
-        attempt.result = replace(attempt.result, reason=reason)
-    else:
-        _settle(attempt, Verdict.PASS, "")
-
-
-def failure_sentence(comparison: Comparison) -> str:
-    """What a failed comparison says, in one sentence."""
-    check = next(check for check in comparison.checks if not check.passed)
-    where = f" at {comparison.worst}" if comparison.worst else ""
-    if check.name == "nonfinite":
-        return (
-            f"{comparison.tensor}: NaN or infinity where it must not be, or not where it must: {check.detail};{where}"
-        )
-    if check.name == "max_z":
-        return f"{comparison.tensor}: |z| {check.value:.4g} is over {check.limit:.3g}{where}"
-    return (
-        f"{comparison.tensor}: {check.name} {check.value:.4g} is over {check.limit:.3g}, {check.detail}; worst{where}"
-    )
-
-
-def _fault_sizes(entry: PlanEntry, inputs: MLAInputs, expected: Expected) -> dict[str, tuple]:  # type: ignore[type-arg]
+def _fault_sizes(entry: PlanEntry, inputs: MLAInputs, expected: Expected) -> FaultSizes:
     from mla_verify.regimes import REGIME_TABLE
     from mla_verify.vacuity import fault_sizes
 
     # Real activations claim nothing but that they are not all zero.
     faults = REGIME_TABLE[entry.spec.regime].shows if entry.spec else ("zeros",)
     return fault_sizes(inputs, expected, faults)
-
-
-def _settle(attempt: _Attempt, verdict: Verdict, reason: str) -> None:
-    attempt.result = replace(attempt.result, verdict=verdict, reason=reason)
 
 
 def _damaged(inputs: MLAInputs, pristine: dict[str, torch.Tensor]) -> list[str]:
@@ -278,27 +174,6 @@ def _damaged(inputs: MLAInputs, pristine: dict[str, torch.Tensor]) -> list[str]:
         if tensor.shape != pristine[name].shape
         or not torch.equal(tensor.contiguous().view(torch.uint8), pristine[name].contiguous().view(torch.uint8))
     ]
-
-
-def _synchronize(inputs: MLAInputs) -> None:
-    if inputs.device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(inputs.device)
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    import torch
-
-    # The CPU allocator raises a plain RuntimeError.
-    texts = ("not enough memory", "out of memory", "can't allocate memory")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:300]
 
 
 @dataclass

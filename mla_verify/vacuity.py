@@ -16,6 +16,9 @@ from mla_verify.kernels.contract import RoundingFacts
 from mla_verify.noise import CONSTANTS, z_limit
 from mla_verify.tensors import MLAInputs
 
+# fault -> (how far it moves the output [rows, heads, v_dim], tokens of the rows, heads)
+FaultSizes = dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
 _MAX_HEADS = 4
 _MAX_REQUESTS = 2
 # What a kernel that ignores sm_scale would most likely use: the scale of 128 + 64 dims.
@@ -49,8 +52,8 @@ FAULTS = {
 }
 
 
-def fault_sizes(inputs: MLAInputs, expected: Expected, faults: tuple[str, ...]) -> dict[str, tuple[torch.Tensor, ...]]:
-    """For each fault, how far it moves the sampled rows' output: pairs are (difference, index of the rows in T and H).
+def fault_sizes(inputs: MLAInputs, expected: Expected, faults: tuple[str, ...]) -> FaultSizes:
+    """For each fault that some sampled row can show, how far it moves those rows' output.
 
     Computed once for a case; `unseen_faults` holds it against each kernel's noise.
     """
@@ -60,7 +63,7 @@ def fault_sizes(inputs: MLAInputs, expected: Expected, faults: tuple[str, ...]) 
     live = sorted(live, key=lambda b: -lens[b])[:_MAX_REQUESTS]
     num_heads = inputs.queries.shape[1]
     heads = torch.tensor(sorted({h * (num_heads - 1) // max(1, _MAX_HEADS - 1) for h in range(_MAX_HEADS)}))
-    sizes: dict[str, tuple[torch.Tensor, ...]] = {}
+    sizes: FaultSizes = {}
     rows = []
     for b in live:
         r = dense_request(inputs, b)
@@ -82,7 +85,7 @@ def fault_sizes(inputs: MLAInputs, expected: Expected, faults: tuple[str, ...]) 
     return sizes
 
 
-def unseen_faults(sizes: dict[str, tuple[torch.Tensor, ...]], expected: Expected, facts: RoundingFacts) -> list[str]:
+def unseen_faults(sizes: FaultSizes, expected: Expected, facts: RoundingFacts) -> list[str]:
     """The faults, as "a kernel that ...", that no sampled output would show beyond the limit of max_z."""
     noise = expected.noise[facts]
     limit = z_limit(noise.out.numel(), CONSTANTS.false_alarm / CONSTANTS.statistics)

@@ -1,0 +1,1 @@
+"""Scripts of the repository: checks, and the tables in the docs."""
