@@ -94,6 +94,6 @@ def _concatenate(parts: list[Attention]) -> Attention:
     )
     plain = {
         name: cat([getattr(p, name) for p in parts])
-        for name in ("out", "direction", "lse", "max_score", "mean_score", "num_keys")
+        for name in ("out", "direction", "lse", "max_score", "mean_score", "score_along", "num_keys")
     }
     return Attention(**plain, sums=sums, splits=splits)

@@ -81,6 +81,7 @@ class Noise:
     inner: Tensor  # of an output element before it is rounded to out_dtype
     out: Tensor  # of an output element as it is returned
     slope: Tensor  # row-shaped; of a row's relative scale error, along Attention.direction, before that rounding
+    slope_common: Tensor  # row-shaped; a standard deviation, of what moves the slopes of all rows together
     slope_bias: Tensor  # row-shaped; no variance but a bound: how far rounding partial outputs can tilt that slope
     lse: Tensor  # of the LSE
     shared: Tensor  # row-shaped: share of `out` that comes from keys, and so is common to the dims
@@ -127,7 +128,7 @@ def weighings(
         light = t.p * float(facts.tile or 1) < constants.light * _U32
         lost = t.p.masked_fill(~light, 0.0)
         # Less than one rounding of the whole is not worth three products.
-        return lost if float(lost.sum(-1).max()) > _U32 else None
+        return lost if bool((lost.sum(-1) > _U32).any()) else None
 
     return centred, plain, swamped
 
@@ -216,19 +217,28 @@ def noise_of(ref: Attention, facts: RoundingFacts, constants: Constants = CONSTA
 
     lse_drift = _chain(num_keys, facts.tile, c)[1] * _U32**2 * c.unknown
     lse = centred.one + lse_drift + c.swamped * swamped.one.square() + c.log
-    lse = lse + _U32**2 * c.unknown * (c.lse * ref.lse.square() + c.shared_scale * ref.mean_score.square())
+    lse = lse + _U32**2 * c.unknown * c.lse * ref.lse.square()
+    lse = lse + (_shared_scale(facts, c) * ref.mean_score).square()
     one = centred.one + plain.one
     square = centred.square + plain.square
     return Noise(
         inner=inner,
         out=out,
         slope=slope,
+        slope_common=_shared_scale(facts, c) * (ref.score_along - ref.mean_score * reach).abs() / safe.sqrt(),
         slope_bias=split.tilt if split else torch.zeros_like(reach),
         lse=lse,
         shared=(keyed / out).mean(-1),
         # sum(w)^2 / sum(w^2) counts equal weights; the two weighings share their keys, hence the 2.
         num_sources=one.square() / (2 * square).clamp_min(torch.finfo(torch.float64).tiny),
     )
+
+
+def _shared_scale(facts: RoundingFacts, c: Constants) -> float:
+    """Standard deviation of the relative error that all scores share."""
+    # A root is rounded once and enters twice, with the same error: four times the variance of one rounding.
+    roundings = c.shared_scale if facts.scale == "product" else 4.0
+    return float(_U32 * math.sqrt(c.unknown * roundings))
 
 
 def changed_rounding(step: Tensor, sigma: Tensor, constants: Constants = CONSTANTS) -> Tensor:

@@ -32,7 +32,8 @@ _SCORE_BYTES = 128 << 20  # one [groups, rows, kv_len] float64 buffer; about six
 
 @dataclass(frozen=True)
 class Attention:
-    """out [q_len, num_heads, v_dim]; lse, max_score, mean_score (sum p s) [q_len, num_heads]; num_keys [q_len].
+    """out [q_len, num_heads, v_dim]; lse, max_score, mean_score (sum p s), score_along [q_len, num_heads];
+    num_keys [q_len].
 
     All float64, lse in natural log. A query that sees no key has out 0, lse -inf, max_score and mean_score 0.
     """
@@ -42,6 +43,7 @@ class Attention:
     lse: Tensor
     max_score: Tensor
     mean_score: Tensor
+    score_along: Tensor  # sum p s direction.v; 0 without weighings
     num_keys: Tensor
     sums: tuple[KeySums, ...]  # one for each weighing
     splits: tuple[SplitRounding, ...]  # one for each of the `splittings` asked for
@@ -168,11 +170,12 @@ def _attend(
         for start in range(0, max(rows, 1), block)
     ]
     merged = [rows_of(torch.cat(column, dim=1)) for column in zip(*parts, strict=True)]
-    (out, direction, lse, max_score, mean_score), rest = merged[:5], merged[5:]
+    rows_wise, rest = merged[:6], merged[6:]
     sums = tuple(KeySums(*rest[6 * i : 6 * i + 6]) for i in range(len(weighings)))
     rest = rest[6 * len(weighings) :]
     rounding = tuple(SplitRounding(*pair) for pair in zip(rest[::2], rest[1::2], strict=True))
-    return Attention(out, direction, lse, max_score, mean_score, num_keys, sums, rounding)
+    out, direction, lse, max_score, mean_score, score_along = rows_wise
+    return Attention(out, direction, lse, max_score, mean_score, score_along, num_keys, sums, rounding)
 
 
 def _attend_rows(
@@ -183,7 +186,7 @@ def _attend_rows(
     weighings: Sequence[Weighing],
     splittings: Sequence[Splitting],
 ) -> list[Tensor]:
-    """[groups, rows, ...]: out, direction, lse, max_score, mean_score, six sums a weighing, two tensors a splitting."""
+    """[groups, rows, ...]: six row-wise fields of Attention, six sums a weighing, two tensors a splitting."""
     kv_len = v.length
     score = pairs[0][0].new_zeros(v.groups, pairs[0][0].shape[1], kv_len)
     gram = torch.zeros_like(score) if weighings else score
@@ -216,8 +219,9 @@ def _attend_rows(
         p_max = p.amax(-1, keepdim=True) if kv_len else torch.zeros_like(max_score)
         terms = KeyTerms(p, score, gram, max_score, p_max, num_keys[:, None])
         weights = [weighing(terms) for weighing in weighings]
-    out, direction, sums = weighted_sums(p, weights, v)
-    columns = [out, direction, lse, max_score.squeeze(-1), (p * score).sum(-1), *sums]
+    out, direction, along, sums = weighted_sums(p, weights, v)
+    ps = p * score
+    columns = [out, direction, lse, max_score.squeeze(-1), ps.sum(-1), (ps * along).sum(-1), *sums]
     for splitting in splittings:
         columns += [split_variance(p, v, out, lse, splitting), split_tilt(p, splitting)]
     return columns

@@ -73,8 +73,13 @@ class SplitRounding:
     tilt: Tensor  # worst over cuts of: tilt of the merge + sum_s w_s tilt of part s  [q_len, num_heads]
 
 
-def weighted_sums(p: Tensor, all_weights: Sequence[Tensor | None], v: Keys) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The output sum_j p_j v_j, its direction, and each weight's fields of KeySums, one after the other."""
+def weighted_sums(
+    p: Tensor, all_weights: Sequence[Tensor | None], v: Keys
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """out = sum_j p_j v_j, its direction, direction.v_j, and each weight's fields of KeySums, one after the other.
+
+    Without weights direction.v_j [groups, rows, kv_len] is not computed, and 0.
+    """
     rows = p.shape[1]
     weights = [w for w in all_weights if w is not None]
     # One product for p and all weights: the values are read once, which is what a few rows wait for.
@@ -90,7 +95,7 @@ def weighted_sums(p: Tensor, all_weights: Sequence[Tensor | None], v: Keys) -> t
             first += stacked[:, :, keys] @ value
     out = first[:, :rows]
     direction = slope_direction(out)
-    along = torch.empty_like(p) if weights else p
+    along = torch.zeros_like(p)
     if weights:
         for keys, value in v.blocks():
             along[:, :, keys] = direction @ value.transpose(1, 2)
@@ -106,7 +111,7 @@ def weighted_sums(p: Tensor, all_weights: Sequence[Tensor | None], v: Keys) -> t
         w_along = w * along
         columns += [w.sum(-1), w.square().sum(-1), first[:, rows:][:, mine], second[:, mine]]
         columns += [w_along.sum(-1), (w_along * along).sum(-1)]
-    return out, direction, columns
+    return out, direction, along, columns
 
 
 def slope_direction(out: Tensor) -> Tensor:
@@ -130,7 +135,7 @@ def split_variance(p: Tensor, v: Keys, out: Tensor, lse: Tensor, splitting: Spli
     p2 = p.square()
     columns = []
     for s in slices:
-        value, _, (square, _, square_v, square_v2, _, _) = weighted_sums(p[:, :, s], [p2[:, :, s]], v.part(s))
+        value, _, _, (square, _, square_v, square_v2, _, _) = weighted_sums(p[:, :, s], [p2[:, :, s]], v.part(s))
         columns.append((p[:, :, s].sum(-1, keepdim=True), value, square[..., None], square_v, square_v2))
     sums = [torch.stack(column, dim=2) for column in zip(*columns, strict=True)]
     whole, whole_lse = out[:, :, None], lse[:, :, None, None]

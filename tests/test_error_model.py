@@ -183,6 +183,18 @@ def test_a_small_scale_error_is_rejected_by_slope_alone() -> None:
     assert verdict(case, "rounded", judged(case, "rounded")[2].attention.out * 1.003) == {"out slope"}
 
 
+@pytest.mark.parametrize(("error", "accepted"), [(2.0**-24, True), (-(2.0**-24), True), (2.0**-18, False)])
+def test_many_rows_do_not_hold_a_kernel_to_a_finer_sm_scale_than_fp32_has(error: float, accepted: bool) -> None:
+    # 1,500 rows pin a head's slope to a hundredth of u; what an fp32 factor does to all of them alike is no fault.
+    inputs = make_inputs(CaseSpec.parse("prefill-mha-h4-q1500.kv1500-ragged-fp32-normal-s0"))
+    facts = RoundingFacts(out_dtype="fp32")
+    r = dense_request(inputs, 0)
+    out = replace(r, sm_scale=r.sm_scale * (1 + error)).attend().out.float()
+    checks = compare_output(MLAOutput(out, None), expect(inputs, [facts]), facts, inputs)[0].checks
+    slope = next(check for check in checks if check.name == "slope")
+    assert slope.passed == accepted, slope
+
+
 def test_an_empty_row_must_be_zero_with_lse_minus_infinity() -> None:
     case = "mixed-absorbed-h8-q1.kv33+q1.kv0+q3.kv2-p64-bf16-normal-s0"
     _, output, expected, _ = judged(case, "rounded")

@@ -301,10 +301,10 @@ def slope_accepts(c: Constants, out: Tensor, actual: Tensor, sigma: Tensor) -> b
     row = out[None, None]
     facts, zero = RoundingFacts(out_dtype="bf16"), torch.zeros(1, 1, dtype=torch.float64)
     inner = sigma.square()[None, None]
-    attention = Attention(row, slope_direction(row), zero, zero, zero, zero[0], (), ())
+    attention = Attention(row, slope_direction(row), zero, zero, zero, zero, zero[0], (), ())
     reach = (attention.direction * row).sum(-1)
     slope = (attention.direction.square() * inner).sum(-1) / reach.square()
-    noise = Noise(inner, inner + ulp(row, BF16).square(), slope, zero, zero, zero, zero)
+    noise = Noise(inner, inner + ulp(row, BF16).square(), slope, zero, zero, zero, zero, zero)
     inputs = make_inputs(CaseSpec.parse("decode-absorbed-h1-q1.kv1-p1-bf16-normal-s0"))
     output = MLAOutput(actual[None, None].bfloat16(), None)
     (comparison,) = compare_output(output, Expected(attention, {facts: noise}), facts, inputs, c)

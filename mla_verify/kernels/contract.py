@@ -26,6 +26,8 @@ class RoundingFacts:
     # Split-KV partial outputs as they are stored. "fp32", or the kernel never splits.
     partial_dtype: str = "fp32"
     max_splits: int = 1
+    # How sm_scale enters: one fp32 factor of the scores, or its square root as a factor of q and of k.
+    scale: Literal["product", "root"] = "product"
     # Keys that are summed before the running accumulator takes them; None: one chain over all keys.
     tile: int | None = None
     sources: tuple[str, ...] = ()

@@ -23,13 +23,14 @@ def _facts(dtype: str) -> RoundingFacts:
         out_dtype=dtype,
         p_dtype="fp32",
         rowsum="unrounded",
+        scale="root",
         # With one query a head, P.V is a matrix-vector product, which the CPU's BLAS sums in one chain over the keys
         # (measured: docs/error-model.md). Larger products are blocked and err less.
         tile=None,
         sources=(
             "aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math: fp16 and bf16 "
             "inputs are computed in fp32 and the result is rounded once, unless "
-            "allowFP16BF16ReductionMathSDP is set",
+            "allowFP16BF16ReductionMathSDP is set; q and k are each multiplied by the square root of the scale",
         ),
     )
 
