@@ -110,7 +110,7 @@ def _rms_check(z: Tensor, noise: Noise, probability: float) -> Check:
     dof = 2 * len(z) ** 2 / row.sum(0)  # [H]
     limits = torch.tensor([rms_limit(d, probability / num_heads) for d in dof.tolist()], device=z.device)
     head = int((rms / limits).argmax())
-    return Check("rms_z", float(rms[head]), float(limits[head]), f"head {head}")
+    return Check("rms_z", float(rms[head]), float(limits[head]), _heads(rms > limits, head))
 
 
 def _slope_check(
@@ -142,9 +142,10 @@ def _slope_check(
     # Rows scatter on their own, so that many of them pin the slope down; what they share does not average out.
     common = (precision * noise.slope_common).sum(0) / safe
     score = torch.where(total > 0, excess / (1 / safe + common.square()).sqrt(), 0.0)
-    head = int(score.argmax())
-    detail = f"head {head}: output is 1 {float(pooled[head]):+.3g} times the expected one"
-    return Check("slope", float(score[head]), z_limit(len(score), probability), detail)
+    head, limit = int(score.argmax()), z_limit(len(score), probability)
+    excess_factor = float(pooled[head])
+    factor = f"{1 + excess_factor:.6g}" if abs(excess_factor) > 5e-6 else f"(1 {excess_factor:+.2g})"
+    return Check("slope", float(score[head]), limit, f"{_heads(score > limit, head)}: output times {factor}")
 
 
 def _comparison(
@@ -189,6 +190,15 @@ def _location(
         expected=float(expected[at]),
         z=math.inf if foreign else float(z[at]),
     )
+
+
+def _heads(over: Tensor, worst: int) -> str:
+    """Which heads are over the limit and which is worst: "heads 0-7, head 3 most"."""
+    numbers = [int(h) for h in over.nonzero()]
+    if len(numbers) < 2:
+        return f"head {worst}"
+    which = f"all {len(over)} heads" if len(numbers) == len(over) else f"heads {_ranges(numbers)}"
+    return f"{which}, head {worst} most"
 
 
 def _ranges(numbers: list[int]) -> str:

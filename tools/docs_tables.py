@@ -68,15 +68,16 @@ def rounding() -> str:
             sources += [source for source in facts.sources if source not in sources]
             numbers = " ".join(f"[{sources.index(source) + 1}]" for source in facts.sources)
             rows.append([f"`{name}`", dtype, *cells(facts), numbers])
-    header = ["kernel", "inputs", "output", "P", "row sum", "partial outputs", "tile", "source"]
+    header = ["kernel", "inputs", "output", "P", "row sum", "partial outputs", "tile", "sm_scale", "source"]
     numbered = "\n".join(f"{number}. {source}" for number, source in enumerate(sources, 1))
     return f"{markdown(header, rows)}\n\n{numbered}"
 
 
 def cells(facts: RoundingFacts) -> list[str]:
     partial = "not split" if facts.max_splits == 1 else f"{facts.partial_dtype}, up to {facts.max_splits} splits"
+    scale = "one factor" if facts.scale == "product" else "its root on q and k"
     tile = "one chain" if facts.tile is None else f"{facts.tile} keys"
-    return [facts.out_dtype, facts.p_dtype, f"of {facts.rowsum} P", partial, tile]
+    return [facts.out_dtype, facts.p_dtype, f"of {facts.rowsum} P", partial, tile, scale]
 
 
 def evidence(table: Callable[[], tuple[Sequence[str], list[list[str]], str]]) -> Callable[[], str]:
