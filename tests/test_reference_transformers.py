@@ -14,6 +14,7 @@ Where transformers 5.24 and DeepSeek's published code part ways:
   scale only for mscale_all_dim: no difference.
 """
 
+import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,6 +24,10 @@ import torch
 
 from mla_verify.reference.layer import LatentCache, LayerConfig, load_weights, run_layer
 from mla_verify.reference.rope import RopeConfig, YarnConfig
+
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="the transformers whose attention this calls, 5.24, needs Python 3.11"
+)
 
 HIDDEN, HEADS = 96, 3  # few and narrow; head dimensions are the real ones
 ORIGINAL_LENGTH = 4096

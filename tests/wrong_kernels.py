@@ -1,11 +1,10 @@
-"""Kernels for tests/test_kernels_command.py: an honest one that returns its LSE, and wrong ones that are built on it."""
+"""Kernels that return something: an honest one, with its LSE, and wrong ones that are built on it."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from mla_verify.cases import PHASES, CaseSpec
 from mla_verify.emulate import EmulatedKernel
 from mla_verify.formats import DTYPES
 from mla_verify.kernels.contract import Contract, RoundingFacts
-from mla_verify.tensors import AbsorbedInputs, MLAInputs, MLAOutput
+from mla_verify.tensors import AbsorbedInputs, MLAOutput
 
 EMULATED = EmulatedKernel(splits=2, tile=32)
 
@@ -69,6 +68,11 @@ class Scaled(Honest):
         return (out.double() * 1.005).to(out.dtype)
 
 
+class ScaledMHA(Scaled):
+    name = "scaled-mha"
+    contract = HonestMHA.contract
+
+
 class Zeroed(Honest):
     name = "zeroed"
 
@@ -91,12 +95,12 @@ class OtherHead(Honest):
 
 
 class OneElement(Honest):
-    """Wrong in row 2, head 5, dim 77, and nowhere else."""
+    """Wrong in row 3, head 5, dim 77, and nowhere else."""
 
     name = "one-element"
 
     def wrong_out(self, out: Tensor) -> Tensor:
-        out[2, 5, 77] = 3.5
+        out[3, 5, 77] = 3.5
         return out
 
 
@@ -109,6 +113,8 @@ class Base2LSE(Honest):
 
 
 class LeavesRowUnwritten(Honest):
+    """Forgets the last row of out."""
+
     name = "leaves-row"
 
     def spoil(self, result: MLAOutput, out: MLAOutput) -> object:
@@ -239,76 +245,3 @@ class UndeclaredLSE(NoLSE):
 
     def spoil(self, result: MLAOutput, out: MLAOutput) -> object:
         return result
-
-
-# No result
-
-
-class Raises(Honest):
-    name = "raises"
-    error: BaseException = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_")
-
-    def run(self, inputs: MLAInputs, out: MLAOutput) -> object:
-        raise self.error
-
-
-class Exits(Raises):
-    name = "exits"
-    error = SystemExit(0)
-
-
-class OutOfMemory(Raises):
-    name = "out-of-memory"
-    error = MemoryError("no 4 TiB here")
-
-
-class CPUAllocatorFails(Raises):
-    name = "allocator-fails"
-    error = RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried")
-
-
-class Interrupted(Raises):
-    """The user presses Ctrl-C while the kernel runs its first batch of two."""
-
-    name = "interrupted"
-
-    def run(self, inputs: AbsorbedInputs, out: MLAOutput) -> object:
-        if inputs.num_requests > 1:
-            raise KeyboardInterrupt
-        return EMULATED.run(inputs)
-
-
-class CannotSayWhatRan(Honest):
-    name = "cannot-say"
-
-    def ran(self) -> str:
-        raise AttributeError("no attribute '_last_backend'")
-
-
-class TakesNothing(Honest):
-    name = "takes-nothing"
-
-    def why_not(self, spec: CaseSpec) -> str | None:
-        return f"{spec.num_heads} heads are not a multiple of 7"
-
-
-class SupportCheckRaises(Honest):
-    name = "support-check-raises"
-
-    def why_not(self, spec: CaseSpec) -> str | None:
-        raise KeyError("sm_75")
-
-
-def _no_facts(dtype: str) -> RoundingFacts:
-    raise LookupError(f"no rounding facts for {dtype}")
-
-
-class WithoutFacts(Honest):
-    name = "without-facts"
-    contract = replace(Honest.contract, facts=_no_facts)
-
-
-def register(monkeypatch: pytest.MonkeyPatch, *kernels: type[Honest]) -> None:
-    """Make these the only kernels there are."""
-    table = {kernel.name: f"tests.wrong_kernels:{kernel.__name__}" for kernel in kernels}
-    monkeypatch.setattr("mla_verify.kernels.KERNELS", table)
