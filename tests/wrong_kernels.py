@@ -11,7 +11,7 @@ from torch import Tensor
 from mla_verify.cases import PHASES, CaseSpec
 from mla_verify.emulate import EmulatedKernel
 from mla_verify.formats import DTYPES
-from mla_verify.kernels.contract import Contract, RoundingFacts
+from mla_verify.kernels.contract import Contract
 from mla_verify.tensors import AbsorbedInputs, MLAOutput
 
 EMULATED = EmulatedKernel(splits=2, tile=32)
