@@ -76,16 +76,24 @@ def _blank(entry: PlanEntry, device: str, inputs_file: Path | None) -> CaseResul
 
 
 def _run_case(entries: list[PlanEntry], device: str, inputs_file: Path | None) -> Iterator[CaseResult]:
-    """The results of one case's kernels, in order, once all of them are there."""
+    """The results of one case's kernels, in order, once all of them are there; on Ctrl-C, what there is by then."""
     attempts = [Attempt(entry, _blank(entry, device, inputs_file)) for entry in entries]
-    for attempt in attempts:
-        with _tool_errors([attempt]):
-            check_support(attempt, device)
-    # One whose kernel could not even say whether it takes the case has its reason already.
-    open_attempts = [a for a in attempts if a.result.verdict is Verdict.NOT_RUN and not a.result.reason]
-    if open_attempts:
-        with _tool_errors(open_attempts):
-            _run_and_judge(open_attempts, device, inputs_file)
+    try:
+        for attempt in attempts:
+            with _tool_errors([attempt]):
+                check_support(attempt, device)
+        # One whose kernel could not even say whether it takes the case has its reason already.
+        open_attempts = [a for a in attempts if a.result.verdict is Verdict.NOT_RUN and not a.result.reason]
+        if open_attempts:
+            with _tool_errors(open_attempts):
+                _run_and_judge(open_attempts, device, inputs_file)
+    except KeyboardInterrupt:
+        # What a kernel got before, ERROR say, is a result so far.
+        for attempt in attempts:
+            if attempt.result.verdict is Verdict.NOT_RUN and not attempt.result.reason:
+                attempt.result = replace(attempt.result, reason="interrupted")
+        yield from (attempt.result for attempt in attempts)
+        raise
     yield from (attempt.result for attempt in attempts)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mla_verify.cases import CaseSpec
 from mla_verify.kernels.contract import RoundingFacts
-from mla_verify.tensors import AbsorbedInputs, MLAInputs, MLAOutput
+from mla_verify.tensors import AbsorbedInputs, MLAOutput
 from tests.wrong_kernels import EMULATED, Honest
 
 
@@ -14,8 +14,8 @@ class Raises(Honest):
     name = "raises"
     error: BaseException = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_")
 
-    def run(self, inputs: MLAInputs, out: MLAOutput) -> object:
-        raise self.error
+    def run(self, inputs: AbsorbedInputs, out: MLAOutput) -> object:
+        raise type(self.error)(*self.error.args)  # an exception that is raised again piles up tracebacks
 
 
 class Exits(Raises):

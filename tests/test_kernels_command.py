@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from mla_verify.cases import CaseSpec
 from mla_verify.expected import expect
@@ -102,19 +103,24 @@ def test_nan_that_shows_is_counted_as_nan(
 
 @pytest.mark.parametrize(
     ("kernel", "damaged"),
-    [(wrong.ScalesQuery, "q_nope"), (wrong.CleansCache, "ckv_cache"), (wrong.TransposesQuery, "q_pe")],
+    [
+        (wrong.ScalesQuery, "q_nope"),
+        (wrong.CleansCache, "ckv_cache"),
+        (wrong.TransposesQuery, "q_pe"),
+        (wrong.SqueezesLengths, "kv_lens"),
+    ],
 )
 def test_a_kernel_that_changes_its_input_fails_and_the_next_one_gets_it_whole(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel: type[Honest], damaged: str
 ) -> None:
     """Its own result is right. ReadsPageTail is right, too, on a cache whose tails are clean."""
     register(monkeypatch, [kernel, Honest, wrong.ReadsPageTail])
-    run = verify(tmp_path, *cases(DECODE))
+    run = verify(tmp_path, *cases(SINGLE))
     assert (run.exit_code, run.verdicts) == (1, [Verdict.FAIL, Verdict.PASS, Verdict.FAIL])
     reason = f"the kernel changed its input {damaged} in place"
     assert run.report.results[0].reason == reason
     assert f"  reason  {reason}\n" in run.done.stdout
-    assert run.repeats()[0] == f"mla-verify kernels --kernel {kernel.name} --case {DECODE} --device cpu"
+    assert run.repeats()[0] == f"mla-verify kernels --kernel {kernel.name} --case {SINGLE} --device cpu"
 
 
 @pytest.mark.parametrize(
@@ -171,11 +177,25 @@ def test_the_repeat_command_reproduces_the_verdict(
     """With --seed, by which the run changed the case: the command must name the case that ran."""
     register(monkeypatch, [Honest, kernel])
     run = verify(tmp_path, *cases(DECODE, RAGGED), "--seed", "5")
+    assert run.report.results[3].case == RAGGED.replace("-s7", "-s5")
     program, command, *arguments = shlex.split(run.repeats()[1])
     assert (program, command) == ("mla-verify", "kernels")
     again = verify(tmp_path, *arguments)
     assert again.exit_code == 1
     assert without_times(again.only) == without_times(run.report.results[3])
+
+
+def test_real_activations_are_judged_like_a_case_and_repeated_from_their_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    inputs = make_inputs(CaseSpec.parse(DECODE))
+    path = tmp_path / "real activations.safetensors"
+    save_file(inputs.named_tensors(), path, {"sm_scale": str(inputs.sm_scale), "causal": "true"})
+    register(monkeypatch, [Honest, wrong.Scaled, wrong.ReadsPageTail])
+    run = verify(tmp_path, "--inputs", path)
+    assert (run.exit_code, run.verdicts) == (1, [Verdict.PASS, Verdict.FAIL, Verdict.FAIL])
+    again = verify(tmp_path, *shlex.split(run.repeats()[0])[2:])
+    assert without_times(again.only) == without_times(run.report.results[1])
 
 
 def without_times(result: CaseResult) -> CaseResult:

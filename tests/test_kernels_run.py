@@ -72,6 +72,15 @@ def test_ctrl_c_inside_a_kernel_exits_130_and_leaves_the_rest_not_run(
     assert "INTERRUPTED: 2 of 6 planned cases decided, 1 wrong (exit 130)\n" in run.done.stdout
 
 
+def test_ctrl_c_keeps_what_other_kernels_got_on_the_same_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Honest ran, and the reference did not: what is known of the one that raised and the one that refused stays."""
+    register(monkeypatch, [failing.TakesNothing, Honest, failing.Raises, failing.Interrupted])
+    run = verify(tmp_path, *cases(DECODE, SINGLE))
+    assert run.exit_code == 130
+    assert run.verdicts == [UNSUPPORTED, NOT_RUN, Verdict.ERROR, NOT_RUN] + [NOT_RUN] * 4
+    assert {result.reason for result in run.report.results if result.verdict is NOT_RUN} == {"interrupted"}
+
+
 def test_fail_fast_keeps_the_verdicts_of_the_wrong_case_and_leaves_the_rest_not_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -113,7 +122,7 @@ class Spy:
 def test_kernels_of_one_case_run_before_the_reference_and_share_one_pass_of_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    register(monkeypatch, [Honest, wrong.NoLSE, wrong.HonestMHA])
+    register(monkeypatch, [Honest, wrong.OtherRounding, wrong.HonestMHA])
     spy = Spy(monkeypatch)
     run = verify(tmp_path, *cases(DECODE, SINGLE, MHA))
     assert (run.exit_code, run.verdicts) == (0, [PASS] * 5)

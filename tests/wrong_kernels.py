@@ -50,6 +50,17 @@ class HonestMHA(Honest):
     contract = replace(Honest.contract, form="mha")
 
 
+class OtherRounding(Honest):
+    """Honest, too, with another noise: one part, probabilities that stay fp32."""
+
+    name = "other-rounding"
+    emulated = EmulatedKernel(tile=64, rounds_p=False)
+    contract = replace(Honest.contract, facts=emulated.facts)
+
+    def run(self, inputs: AbsorbedInputs, out: MLAOutput) -> object:
+        return self.emulated.run(inputs)
+
+
 class NoLSE(Honest):
     name = "no-lse"
     contract = replace(Honest.contract, returns_lse=False)
@@ -176,6 +187,17 @@ class TransposesQuery(Honest):
     def run(self, inputs: AbsorbedInputs, out: MLAOutput) -> object:
         result = EMULATED.run(inputs)
         inputs.q_pe.transpose_(0, 1)
+        return result
+
+
+class SqueezesLengths(Honest):
+    """Turns the lengths of a batch of one into a scalar."""
+
+    name = "squeezes-lengths"
+
+    def run(self, inputs: AbsorbedInputs, out: MLAOutput) -> object:
+        result = EMULATED.run(inputs)
+        inputs.kv_lens.squeeze_()
         return result
 
 
