@@ -93,10 +93,15 @@ def _git(root: Path, *args: str) -> str:
     return done.stdout.strip()
 
 
+def _version(library: str) -> str:
+    """As the library itself says, which for torch names the CUDA build; its package's metadata may leave that out."""
+    return str(getattr(sys.modules.get(library), "__version__", None) or metadata.version(library))
+
+
 def _versions(kernels: Iterable[Kernel]) -> dict[str, str | None]:
     versions: dict[str, str | None] = {"mla-verify": mla_verify.__version__, "python": platform.python_version()}
     for library in ("torch", "numpy"):
-        versions[library] = _or_none(partial(metadata.version, library))
+        versions[library] = _or_none(partial(_version, library))
     for kernel in kernels:
         versions[kernel.name] = _or_none(kernel.version)
     return versions
