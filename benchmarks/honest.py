@@ -75,7 +75,7 @@ def honest_run(number: int, dtype: str, max_keys: int = 16000) -> HonestRun:
     if rng.randrange(8) == 0:
         kernel = load_kernel(f"torch-{spec.form}")
         name, facts = kernel.name, kernel.contract.facts(dtype)
-        output = kernel.run(inputs, output_buffers(inputs, FORMATS[dtype].torch_dtype))
+        output = kernel.run(inputs, output_buffers(inputs, FORMATS[dtype].torch_dtype).output)
     else:
         emulated = rng.choice(EMULATED)
         name, facts, output = str(emulated), emulated.facts(dtype), emulated.run(inputs)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import time
-import traceback
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mla_verify.plan import PlanEntry, why_unavailable
-from mla_verify.results import CaseResult, Comparison, Verdict
+from mla_verify.calls import Job, execute_job, why_not
+from mla_verify.judge import Judgement
+from mla_verify.plan import PlanEntry
+from mla_verify.results import CaseResult, Check, Verdict
 
 if TYPE_CHECKING:
-    from mla_verify.expected import Expected
+    from mla_verify.execute import Execution
     from mla_verify.kernels.contract import RoundingFacts
     from mla_verify.tensors import MLAInputs, MLAOutput
-    from mla_verify.vacuity import FaultSizes
 
 
 @dataclass
@@ -25,6 +24,7 @@ class Attempt:
     result: CaseResult
     output: MLAOutput | None = None
     facts: RoundingFacts | None = None
+    checks: tuple[Check, ...] = ()  # of a fused case: its output against that of the split one
 
 
 def settle(attempt: Attempt, verdict: Verdict, reason: str) -> None:
@@ -34,116 +34,66 @@ def settle(attempt: Attempt, verdict: Verdict, reason: str) -> None:
 
 def check_support(attempt: Attempt, device: str) -> None:
     """UNSUPPORTED with the reason when the kernel cannot take the case."""
-    entry = attempt.entry
-    kernel = entry.kernel
-    why = why_unavailable(kernel, device)
-    if why is None and entry.dtype not in kernel.contract.dtypes:
-        why = f"dtype {entry.dtype} is not among {', '.join(kernel.contract.dtypes)}"
-    if why is None and entry.phase not in kernel.contract.phases:
-        why = f"phase {entry.phase} is not among {', '.join(kernel.contract.phases)}"
+    entry, contract = attempt.entry, attempt.entry.kernel.contract
+    why = entry.unavailable
+    if why is None and entry.dtype not in contract.dtypes:
+        why = f"dtype {entry.dtype} is not among {', '.join(contract.dtypes)}"
+    if why is None and entry.phase not in contract.phases:
+        why = f"phase {entry.phase} is not among {', '.join(contract.phases)}"
     if why is None and entry.spec is not None:
-        pages = kernel.contract.page_sizes
-        if pages is not None and entry.spec.page_size not in pages:
-            why = f"page size {entry.spec.page_size} is not among {', '.join(map(str, pages))}"
-        else:
-            why = kernel.why_not(entry.spec)
+        why = contract.why_not(entry.spec) or why_not(entry.kernel, entry.spec, device)
     if why is not None:
-        attempt.result = replace(attempt.result, verdict=Verdict.UNSUPPORTED, reason=why)
+        settle(attempt, Verdict.UNSUPPORTED, why)
 
 
-def run_kernel(attempt: Attempt, inputs: MLAInputs) -> None:
-    """Run it into buffers full of NaN. Sets the output, or ERROR, WRONG_SHAPE or the reason why there is none."""
-    from mla_verify.compare import wrong_shape
-    from mla_verify.formats import FORMATS
-    from mla_verify.tensors import MLAOutput, output_buffers
-
-    entry = attempt.entry
-    contract = entry.kernel.contract
-    facts = contract.facts(entry.dtype)
-    buffers = output_buffers(inputs, FORMATS[facts.out_dtype].torch_dtype)
-    started = time.perf_counter()
-    try:
-        output = entry.kernel.run(inputs, buffers)
-        _synchronize(inputs)
-        attempt.result = replace(attempt.result, ran=entry.kernel.ran())
-    except KeyboardInterrupt:
-        raise
-    # SystemExit too: a kernel that exits must not end the run, least of all with its exit code.
-    except BaseException as error:
-        if out_of_memory(error):
-            attempt.result = replace(attempt.result, reason=f"out of memory in the kernel: {first_line(error)}")
-            return
-        settle(attempt, Verdict.ERROR, f"the kernel raised {type(error).__name__}: {first_line(error)}")
-        attempt.result = replace(attempt.result, traceback=traceback.format_exc())
+def run_kernel(attempt: Attempt, job: Job, inputs: MLAInputs) -> None:
+    """Run it. Sets the output, or the verdict or reason why there is none."""
+    kernel = attempt.entry.kernel
+    facts = kernel.contract.facts(attempt.entry.dtype)
+    done = execute_job(kernel, job, inputs)
+    attempt.result = replace(attempt.result, ran=done.ran, traceback=done.traceback, seconds={"kernel": done.seconds})
+    if done.verdict is not None:
+        settle(attempt, done.verdict, done.reason)
+    if done.output is None:
         return
-    finally:
-        attempt.result = replace(attempt.result, seconds={"kernel": time.perf_counter() - started})
-    if not isinstance(output, MLAOutput):
-        settle(
-            attempt, Verdict.WRONG_SHAPE, f"run returned {type(output).__name__}, it must return MLAOutput(out, lse)"
-        )
-        return
-    wrong = wrong_shape(output, inputs, facts.out_dtype, contract.returns_lse)
-    if wrong:
-        settle(attempt, Verdict.WRONG_SHAPE, wrong)
-        return
-    attempt.output, attempt.facts = output, facts
+    attempt.output, attempt.facts = _on(done.output, inputs), facts
+    if job.layout == "fused":
+        attempt.checks = _cat_free(attempt, job, inputs, done)
 
 
-def judge(attempt: Attempt, inputs: MLAInputs, expected: Expected, sizes: FaultSizes) -> None:
-    """PASS, FAIL, or NOT_RUN for a case that cannot tell."""
-    from mla_verify.compare import compare_output
-    from mla_verify.vacuity import unseen_faults
-
-    assert attempt.output is not None and attempt.facts is not None
-    if attempt.result.verdict is not Verdict.NOT_RUN:
-        return  # it damaged its inputs
-    comparisons = compare_output(attempt.output, expected, attempt.facts, inputs)
-    attempt.result = replace(attempt.result, comparisons=comparisons)
-    failed = [c for c in comparisons if not c.passed]
-    unseen = unseen_faults(sizes, expected, attempt.facts)
-    if failed:
-        settle(attempt, Verdict.FAIL, "; ".join(failure_sentence(c) for c in failed))
-    elif unseen:
-        reason = f"the case cannot tell: it would pass a kernel that {' or that '.join(unseen)}"
-        attempt.result = replace(attempt.result, reason=reason)
-    else:
-        settle(attempt, Verdict.PASS, "")
+def _on(output: MLAOutput, inputs: MLAInputs) -> MLAOutput:
+    """A worker's output comes back on the CPU."""
+    lse = None if output.lse is None else output.lse.to(inputs.device)
+    return replace(output, out=output.out.to(inputs.device), lse=lse)
 
 
-def failure_sentence(comparison: Comparison) -> str:
-    """What a failed comparison says, in one sentence."""
-    check = next(check for check in comparison.checks if not check.passed)
-    where = f" at {comparison.worst}" if comparison.worst else ""
-    if check.name == "nonfinite":
-        return (
-            f"{comparison.tensor}: NaN or infinity where it must not be, or not where it must: {check.detail};{where}"
-        )
-    if check.name == "max_z":
-        return f"{comparison.tensor}: |z| {check.value:.4g} is over {check.limit:.3g}{where}"
-    return (
-        f"{comparison.tensor}: {check.name} {check.value:.4g} is over {check.limit:.3g}, {check.detail}; worst{where}"
-    )
+def _cat_free(attempt: Attempt, job: Job, inputs: MLAInputs, fused: Execution) -> tuple[Check, ...]:
+    """The same numbers as views of fused tensors and apart give the same bits: no place in memory may matter.
+
+    Nothing where there is nothing to compare: the kernel failed on the split form, or does not even repeat itself.
+    """
+    kernel = attempt.entry.kernel
+    split = execute_job(kernel, replace(job, layout="split"), inputs).output
+    if split is None or fused.output is None:
+        return ()
+    changed = _differing(fused.output, split)
+    if changed:
+        again = execute_job(kernel, job, inputs).output
+        if again is None or _differing(fused.output, again):
+            return ()
+    detail = "elements differ from those of the same tensors apart, not fused" if changed else "the same bits as apart"
+    return (Check("cat_free", float(changed), 0.0, detail),)
 
 
-def _synchronize(inputs: MLAInputs) -> None:
-    if inputs.device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(inputs.device)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out, on the CPU or a GPU."""
+def _differing(a: MLAOutput, b: MLAOutput) -> int:
     import torch
 
-    # The CPU allocator raises a plain RuntimeError.
-    texts = ("not enough memory", "out of memory", "can't allocate memory")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
-    )
+    pairs = [(a.out, b.out)] if a.lse is None or b.lse is None else [(a.out, b.out), (a.lse, b.lse)]
+    return sum(int((~torch.isclose(x, y, rtol=0, atol=0, equal_nan=True)).sum()) for x, y in pairs)
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, cut to a sensible length."""
-    return str(error).strip().split("\n")[0][:300]
+def judge(attempt: Attempt, judgement: Judgement) -> None:
+    """Its verdict, unless it broke a rule: then its numbers do not matter."""
+    if attempt.result.verdict is Verdict.NOT_RUN:
+        attempt.result = replace(attempt.result, comparisons=judgement.comparisons)
+        settle(attempt, judgement.verdict, judgement.reason)

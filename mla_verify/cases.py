@@ -2,7 +2,8 @@
 
 decode-absorbed-h16-4xq1.kv4096-p64-bf16-normal-s0
 mixed-absorbed-h16-q1.kv33+2xq1.kv0+q5.kv100-p16-fp16-needle-full-scale0.25-s3
-prefill-mha-h16-q257.kv257-ragged-fp32-normal-s0
+prefill-mha-h16-q257.kv257-ragged-fp32-normal-fused-s0
+append-write-h1-q768.kv1000-p64-bf16-rows-s0
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ from mla_verify.errors import UsageError, did_you_mean
 from mla_verify.formats import DTYPES
 
 # absorbed: q_nope [.., 512] and q_pe against a paged latent cache.  mha: q and k [.., 192], v [.., 128], ragged.
-FORMS = ("absorbed", "mha")
-PHASES = ("decode", "spec", "prefill", "prefix", "chunked", "mixed")
+# write: the latent and rope part of new tokens, into their rows of a paged cache [.., 576].
+FORMS = ("absorbed", "mha", "write")
+ATTENTION_PHASES = ("decode", "spec", "prefill", "prefix", "chunked", "mixed")
+PHASES = (*ATTENTION_PHASES, "append")
+FORM_PHASES = {"absorbed": ATTENTION_PHASES, "mha": ATTENTION_PHASES, "write": ("append",)}
 REGIMES = ("uniform", "normal", "peaked", "mixed", "needle", "unequal", "rope", "nope", "channel")
+# Of cache writes: every token its own slot; several tokens for one slot; slots before the cache and past its end.
+WRITE_REGIMES = ("rows", "repeated", "outside")
+# split: every tensor is contiguous, no two share memory.  fused: q_nope and q_pe are views of one [.., 576], so are
+# ckv and kpe, and k and v of one [.., 320]; what the two parts hold is the same.
+LAYOUTS = ("split", "fused")
 
 # Not within 10 % of any default a kernel could fall back to: 192**-0.5 = 0.0722, 576**-0.5 = 0.0417, 512**-0.5 =
 # 0.0442, 128**-0.5 = 0.0884, 64**-0.5 = 0.125, 1, and 192**-0.5 * mscale**2 = 0.1147 (V2-Lite), 0.1352 (V3).
@@ -57,13 +66,15 @@ class CaseSpec:
     causal: bool = True
     sm_scale: float = SM_SCALE
     dims: MLADims = _DIMS
+    layout: str = "split"
 
     def __post_init__(self) -> None:
         for field, value, known in (
             ("phase", self.phase, PHASES),
             ("form", self.form, FORMS),
             ("dtype", self.dtype, DTYPES),
-            ("regime", self.regime, REGIMES),
+            ("regime", self.regime, WRITE_REGIMES if self.form == "write" else REGIMES),
+            ("layout", self.layout, LAYOUTS),
         ):
             if value not in known:
                 raise UsageError(f"unknown {field} {value!r}", did_you_mean(value, known, f"known: {', '.join(known)}"))
@@ -85,7 +96,9 @@ class CaseSpec:
                 "check the id for a doubled digit",
             )
         if (self.form == "mha") != (self.page_size == 0):
-            return f"form {self.form} with page size {self.page_size}", "absorbed needs pN, mha needs ragged"
+            return f"form {self.form} with page size {self.page_size}", "mha needs ragged, the others pN"
+        if self.phase not in FORM_PHASES[self.form]:
+            return f"phase {self.phase} of form {self.form}", f"it has {', '.join(FORM_PHASES[self.form])}"
         if self._largest_tensor > MAX_ELEMENTS:
             return (
                 f"a tensor of {self._largest_tensor} elements; at most {MAX_ELEMENTS} are allowed",
@@ -99,6 +112,11 @@ class CaseSpec:
             "prefix": ("every request has more keys than queries", all(r.q_len < r.kv_len for r in live)),
             "chunked": ("there are at least two requests, chunks of one prompt", len(self.requests) > 1),
             "mixed": ("there are at least two requests", len(self.requests) > 1),
+            "append": (
+                "one head is written, every new token is one of the keys, and neither full nor a scale is named",
+                (self.num_heads, self.causal, self.sm_scale) == (1, True, SM_SCALE)
+                and all(r.q_len <= r.kv_len for r in self.requests),
+            ),
         }[self.phase]
         if not rule[1]:
             return f"phase {self.phase} means that {rule[0]}", "name the phase that fits, or mixed"
@@ -136,6 +154,8 @@ class CaseSpec:
         ]
         if not self.causal:
             tokens.append("full")
+        if self.layout != "split":
+            tokens.append(self.layout)
         if self.sm_scale != SM_SCALE:
             tokens.append(f"scale{self.sm_scale!r}")
         if self.dims != _DIMS:
@@ -163,6 +183,7 @@ class CaseSpec:
             causal=part["full"] is None,
             sm_scale=float(part["scale"]) if part["scale"] else SM_SCALE,
             dims=dims,
+            layout=part["layout"] or "split",
         )
 
     def with_seed(self, seed: int) -> CaseSpec:
@@ -189,6 +210,7 @@ _FLOAT = r"\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 _DIM = r"[1-9]\d{0,4}"
 _LAST = (
     r"(?P<full>full)",
+    r"(?P<layout>fused)",
     rf"scale(?P<scale>{_FLOAT})",
     rf"dims(?P<dims>{_DIM}\.{_DIM}\.{_DIM}\.{_DIM})",
     r"s(?P<seed>\d{1,18})",
@@ -214,10 +236,10 @@ def _explain(case_id: str) -> str:
     last = given[len(_PARTS) :]
     for value in last:
         if not any(re.fullmatch(pattern, value) for pattern in _LAST):
-            return f"{value!r} is none of full, scale0.25, dims512.64.128.128 and s0, with which an id ends"
+            return f"{value!r} is none of full, fused, scale0.25, dims512.64.128.128 and s0, with which an id ends"
     if not last or re.fullmatch(_LAST[-1], last[-1]) is None:
         return f"the seed is missing, as in {case_id}-s0"
-    return f"it must end with full, scale, dims and seed in this order, each at most once; {example}"
+    return f"it must end with full, fused, scale, dims and seed in this order, each at most once; {example}"
 
 
 def _parse_requests(text: str) -> list[Request]:

@@ -16,28 +16,32 @@ from torch import Tensor
 
 from mla_verify.expected import Expected
 from mla_verify.formats import FORMATS
-from mla_verify.kernels.contract import RoundingFacts
+from mla_verify.kernels.contract import Contract, RoundingFacts
 from mla_verify.noise import CONSTANTS, Constants, Noise, changed_rounding, rms_limit, round_to, ulp, z_limit
 from mla_verify.results import Check, Comparison, Location
-from mla_verify.tensors import MLAInputs, MLAOutput
+from mla_verify.tensors import AttentionInputs, MLAInputs, MLAOutput, WriteInputs
 
 
-def wrong_shape(actual: MLAOutput, inputs: MLAInputs, dtype: str, returns_lse: bool) -> str | None:
+def wrong_shape(actual: MLAOutput, inputs: MLAInputs, dtype: str, contract: Contract) -> str | None:
     """What is wrong with shape, dtype or device of a result, or None. Nothing is broadcast or converted."""
-    num_tokens, num_heads = inputs.queries.shape[:2]
-    wanted: list[tuple[str, object, tuple[int, ...], torch.dtype]] = [
-        ("out", actual.out, (num_tokens, num_heads, inputs.v_dim), FORMATS[dtype].torch_dtype)
-    ]
-    if returns_lse:
-        wanted.append(("lse", actual.lse, (num_tokens, num_heads), torch.float32))
-    elif actual.lse is not None:
+    torch_dtype = FORMATS[dtype].torch_dtype
+    wanted: list[tuple[str, object, tuple[int, ...], torch.dtype]]
+    if isinstance(inputs, WriteInputs):
+        wanted = [("the cache in out", actual.out, tuple(inputs.kv_cache.shape), torch_dtype)]
+    else:
+        num_tokens, num_heads = inputs.queries.shape[:2]
+        wanted = [("out", actual.out, (num_tokens, num_heads, inputs.v_dim), torch_dtype)]
+        if contract.returns_lse:
+            shape = (num_tokens, num_heads) if contract.lse_layout == "TH" else (num_heads, num_tokens)
+            wanted.append(("lse", actual.lse, shape, torch.float32))
+    if actual.lse is not None and not contract.returns_lse:
         return "lse was returned, but the contract says that there is none"
-    for name, tensor, shape, torch_dtype in wanted:
+    for name, tensor, shape, needed_dtype in wanted:
         if not isinstance(tensor, Tensor):
             return f"{name} is {type(tensor).__name__}, it must be a tensor {list(shape)}"
         for what, is_, needed in (
             ("shape", list(tensor.shape), list(shape)),
-            ("dtype", tensor.dtype, torch_dtype),
+            ("dtype", tensor.dtype, needed_dtype),
             ("device", tensor.device, inputs.device),
         ):
             if is_ != needed:
@@ -46,7 +50,11 @@ def wrong_shape(actual: MLAOutput, inputs: MLAInputs, dtype: str, returns_lse: b
 
 
 def compare_output(
-    actual: MLAOutput, expected: Expected, facts: RoundingFacts, inputs: MLAInputs, constants: Constants = CONSTANTS
+    actual: MLAOutput,
+    expected: Expected,
+    facts: RoundingFacts,
+    inputs: AttentionInputs,
+    constants: Constants = CONSTANTS,
 ) -> tuple[Comparison, ...]:
     """Compare out, and lse when it was returned. Shapes have been checked by `wrong_shape`."""
     noise = expected.noise[facts]
@@ -57,7 +65,7 @@ def compare_output(
 
 
 def _compare_out(
-    actual: Tensor, expected: Expected, noise: Noise, facts: RoundingFacts, inputs: MLAInputs, c: Constants
+    actual: Tensor, expected: Expected, noise: Noise, facts: RoundingFacts, inputs: AttentionInputs, c: Constants
 ) -> Comparison:
     o, fmt = expected.attention.out, FORMATS[facts.out_dtype]
     rounded = round_to(o, fmt)
@@ -75,7 +83,7 @@ def _compare_out(
     return _comparison("out", tuple(checks), actual, o, error, z, foreign, inputs)
 
 
-def _compare_lse(actual: Tensor, expected: Expected, noise: Noise, inputs: MLAInputs, c: Constants) -> Comparison:
+def _compare_lse(actual: Tensor, expected: Expected, noise: Noise, inputs: AttentionInputs, c: Constants) -> Comparison:
     lse = expected.attention.lse
     foreign = _foreign(actual, lse)
     error = torch.where(actual.isfinite() & lse.isfinite(), actual - lse, 0.0)
@@ -156,7 +164,7 @@ def _comparison(
     error: Tensor,
     z: Tensor,
     foreign: Tensor,
-    inputs: MLAInputs,
+    inputs: AttentionInputs,
 ) -> Comparison:
     if not z.numel():
         return Comparison(name, checks, 0.0, 0.0, 0.0, None)
@@ -176,7 +184,7 @@ def _comparison(
 
 
 def _location(
-    index: list[int], actual: Tensor, expected: Tensor, z: Tensor, foreign: bool, inputs: MLAInputs
+    index: list[int], actual: Tensor, expected: Tensor, z: Tensor, foreign: bool, inputs: AttentionInputs
 ) -> Location:
     # The last request that starts at or before this row and is not empty.
     request = int((inputs.qo_indptr[1:].cpu() <= index[0]).sum())

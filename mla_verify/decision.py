@@ -52,6 +52,9 @@ def _inconclusive(plan: Plan, results: Sequence[CaseResult]) -> list[str]:
     reasons = []
     if not any(result.verdict.decided for result in results):
         reasons.append("No case was decided.")
+    elif plan.named_cases:
+        decided = {result.case for result in results if result.verdict.decided}
+        reasons += [f"No kernel decided {case}." for case in plan.named_cases if case not in decided]
     for kernel in plan.kernels:
         mine = _of(kernel.name, results)
         reasons += _without_verdict(kernel.name, mine)

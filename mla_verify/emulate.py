@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mla_verify.kernels.contract import RoundingFacts
 from mla_verify.reference.paged import gather_by_page_table
-from mla_verify.tensors import AbsorbedInputs, MLAInputs, MLAOutput
+from mla_verify.tensors import AbsorbedInputs, AttentionInputs, MLAOutput
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class EmulatedKernel:
             sources=("mla_verify/emulate.py",),
         )
 
-    def run(self, inputs: MLAInputs) -> MLAOutput:
+    def run(self, inputs: AttentionInputs) -> MLAOutput:
         """out in the inputs' dtype, lse float32 in natural log."""
         outs, lses = [], []
         for request in range(inputs.num_requests):
@@ -51,7 +51,7 @@ class EmulatedKernel:
             lses.append(lse.transpose(0, 1))
         return MLAOutput(torch.cat(outs).to(inputs.queries.dtype), torch.cat(lses))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: MLAInputs) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """q [H, q_len, D], k [Hk, kv_len, D], v [Hk, kv_len, V], float32 -> out [H, q_len, V], lse [H, q_len]."""
         q_len, kv_len = q.shape[1], k.shape[1]
         seen = torch.full((q_len, 1), kv_len, device=q.device)
@@ -75,7 +75,7 @@ class EmulatedKernel:
         return (weight[..., None] * outs).sum(0) / safe[..., None], top + total.log()
 
     def _part(
-        self, q: Tensor, k: Tensor, v: Tensor, part: slice, seen: Tensor, inputs: MLAInputs
+        self, q: Tensor, k: Tensor, v: Tensor, part: slice, seen: Tensor, inputs: AttentionInputs
     ) -> tuple[Tensor, Tensor]:
         """One split: online softmax over its tiles, in fp32."""
         p_dtype = inputs.queries.dtype if self.rounds_p else torch.float32
@@ -105,7 +105,7 @@ class EmulatedKernel:
         return acc / safe, lse.squeeze(-1)
 
 
-def _dense(inputs: MLAInputs, request: int, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+def _dense(inputs: AttentionInputs, request: int, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
     if isinstance(inputs, AbsorbedInputs):
         ckv, kpe = (
             gather_by_page_table(cache, inputs.page_table, inputs.kv_lens, request)

@@ -13,7 +13,7 @@ from mla_verify.noise import CONSTANTS, Constants, Noise, noise_of, splitting, w
 from mla_verify.reference.attention import Attention, attend_absorbed, attend_mha
 from mla_verify.reference.key_sums import KeySums, SplitRounding
 from mla_verify.reference.paged import gather_by_page_table
-from mla_verify.tensors import AbsorbedInputs, MLAInputs
+from mla_verify.tensors import AbsorbedInputs, AttentionInputs
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DenseRequest:
         )
 
 
-def dense_request(inputs: MLAInputs, request: int) -> DenseRequest:
+def dense_request(inputs: AttentionInputs, request: int) -> DenseRequest:
     """One request's dense tensors. Reads referenced slots only."""
     start, end = inputs.q_range(request)
     if isinstance(inputs, AbsorbedInputs):
@@ -61,7 +61,7 @@ class Expected:
     noise: dict[RoundingFacts, Noise]
 
 
-def expect(inputs: MLAInputs, facts: Sequence[RoundingFacts], constants: Constants = CONSTANTS) -> Expected:
+def expect(inputs: AttentionInputs, facts: Sequence[RoundingFacts], constants: Constants = CONSTANTS) -> Expected:
     """The float64 attention of every request and the noise of each of `facts`, in one pass over the keys."""
     distinct = list(dict.fromkeys(facts))
     parts = [dense_request(inputs, b).attend(distinct, constants) for b in range(inputs.num_requests)]

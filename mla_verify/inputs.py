@@ -25,27 +25,34 @@ _SPARE_PAGES = 3  # pages nobody references; page 0 is one of them, since engine
 
 
 def make_inputs(spec: CaseSpec, device: str = "cpu", poison: float = POISON) -> MLAInputs:
-    """The inputs of a case: a function of its id and `poison` alone."""
-    # A seed of the whole id: cases that differ in anything share no numbers.
-    generator = torch.Generator().manual_seed(zlib.crc32(spec.id.encode()))
-    dense = [_dense(spec, request, generator) for request in spec.requests]
-    dtype = FORMATS[spec.dtype].torch_dtype
-    if spec.form == "absorbed":
-        inputs: MLAInputs = _paged(spec, dense, dtype, generator, poison)
+    """The inputs of a case: a function of its id and `poison` alone. Layouts hold the same numbers."""
+    # A seed of the whole id: cases that differ in anything but the layout share no numbers.
+    generator = torch.Generator().manual_seed(zlib.crc32(replace(spec, layout="split").id.encode()))
+    if spec.form == "write":
+        from mla_verify.write_inputs import make_write_inputs
+
+        inputs: MLAInputs = make_write_inputs(spec, generator, poison)
     else:
-        kv_lens = torch.tensor([r.kv_len for r in spec.requests])
-        inputs = MHAInputs(
-            qo_indptr=_indptr([r.q_len for r in spec.requests]),
-            kv_lens=kv_lens.int(),
-            sm_scale=spec.sm_scale,
-            causal=spec.causal,
-            q=torch.cat([torch.cat([r.q_nope, r.q_pe], dim=-1) for r in dense]).to(dtype),
-            k=torch.cat([torch.cat([r.k_nope, _per_head(r.kpe, spec)], dim=-1) for r in dense]).to(dtype),
-            v=torch.cat([r.v for r in dense if r.v is not None]).to(dtype),
-            kv_indptr=_indptr(kv_lens.tolist()),
-            qk_rope_head_dim=spec.dims.qk_rope_head_dim,
-        )
-    return move(inputs, device)
+        dense = [_dense(spec, request, generator) for request in spec.requests]
+        inputs = _paged(spec, dense, generator, poison) if spec.form == "absorbed" else _ragged(spec, dense)
+    inputs = move(inputs, device)
+    return fuse(inputs) if spec.layout == "fused" else inputs
+
+
+def _ragged(spec: CaseSpec, dense: list[DenseRequest]) -> MHAInputs:
+    dtype = FORMATS[spec.dtype].torch_dtype
+    kv_lens = torch.tensor([r.kv_len for r in spec.requests])
+    return MHAInputs(
+        qo_indptr=indptr([r.q_len for r in spec.requests]),
+        kv_lens=kv_lens.int(),
+        sm_scale=spec.sm_scale,
+        causal=spec.causal,
+        q=torch.cat([torch.cat([r.q_nope, r.q_pe], dim=-1) for r in dense]).to(dtype),
+        k=torch.cat([torch.cat([r.k_nope, _per_head(r.kpe, spec)], dim=-1) for r in dense]).to(dtype),
+        v=torch.cat([r.v for r in dense if r.v is not None]).to(dtype),
+        kv_indptr=indptr(kv_lens.tolist()),
+        qk_rope_head_dim=spec.dims.qk_rope_head_dim,
+    )
 
 
 def move(inputs: MLAInputs, device: str) -> MLAInputs:
@@ -54,6 +61,22 @@ def move(inputs: MLAInputs, device: str) -> MLAInputs:
         return inputs
     moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in inputs.named_tensors().items()}
     return replace(inputs, **moved)
+
+
+# Neighbours that the fused layout puts side by side in one tensor.
+_FUSED = (("q_nope", "q_pe"), ("ckv_cache", "kpe_cache"), ("ckv", "kpe"), ("k", "v"))
+
+
+def fuse(inputs: MLAInputs) -> MLAInputs:
+    """The same numbers, with neighbours as views of one tensor each, as an engine holds them."""
+    tensors = inputs.named_tensors()
+    views: dict[str, Any] = {}
+    for pair in _FUSED:
+        if all(name in tensors for name in pair):
+            parts = [tensors[name] for name in pair]
+            whole = torch.cat(parts, dim=-1)
+            views.update(zip(pair, whole.split([part.shape[-1] for part in parts], dim=-1), strict=True))
+    return replace(inputs, **views)
 
 
 def _per_head(kpe: Tensor, spec: CaseSpec) -> Tensor:
@@ -82,38 +105,50 @@ def _dense(spec: CaseSpec, request: Request, generator: torch.Generator) -> Dens
     return dense
 
 
-def _paged(
-    spec: CaseSpec, dense: list[DenseRequest], dtype: torch.dtype, generator: torch.Generator, poison: float
-) -> AbsorbedInputs:
-    size = spec.page_size
-    used = [-(-r.kv_len // size) for r in spec.requests]
-    num_pages = sum(used) + _SPARE_PAGES
-    # A random order of pages 1 .. n - 1; page 0 stays unreferenced.
-    pages = (torch.randperm(num_pages - 1, generator=generator) + 1).int()
-    page_table = torch.full((len(used), max(used) + 2), GARBAGE_PAGE, dtype=torch.int32)
-    ckv_cache = torch.full((num_pages * size, spec.dims.kv_lora_rank), poison, dtype=dtype)
-    kpe_cache = torch.full((num_pages * size, spec.dims.qk_rope_head_dim), poison, dtype=dtype)
-    taken = 0
-    for b, (count, r) in enumerate(zip(used, dense, strict=True)):
-        page_table[b, :count] = pages[taken : taken + count]
-        slots = (page_table[b, :count, None].long() * size + torch.arange(size)).flatten()[: len(r.kpe)]
+def _paged(spec: CaseSpec, dense: list[DenseRequest], generator: torch.Generator, poison: float) -> AbsorbedInputs:
+    dtype = FORMATS[spec.dtype].torch_dtype
+    num_pages, page_table = permuted_pages(spec, generator)
+    ckv_cache = torch.full((num_pages * spec.page_size, spec.dims.kv_lora_rank), poison, dtype=dtype)
+    kpe_cache = torch.full((num_pages * spec.page_size, spec.dims.qk_rope_head_dim), poison, dtype=dtype)
+    for b, r in enumerate(dense):
+        slots = slots_of(page_table, b, spec.page_size, len(r.kpe))
         ckv_cache[slots] = r.k_nope[:, 0].to(dtype)
         kpe_cache[slots] = r.kpe.to(dtype)
-        taken += count
     return AbsorbedInputs(
-        qo_indptr=_indptr([r.q_len for r in spec.requests]),
+        qo_indptr=indptr([r.q_len for r in spec.requests]),
         kv_lens=torch.tensor([r.kv_len for r in spec.requests], dtype=torch.int32),
         sm_scale=spec.sm_scale,
         causal=spec.causal,
         q_nope=torch.cat([r.q_nope for r in dense]).to(dtype),
         q_pe=torch.cat([r.q_pe for r in dense]).to(dtype),
-        ckv_cache=ckv_cache.view(num_pages, size, -1),
-        kpe_cache=kpe_cache.view(num_pages, size, -1),
+        ckv_cache=ckv_cache.view(num_pages, spec.page_size, -1),
+        kpe_cache=kpe_cache.view(num_pages, spec.page_size, -1),
         page_table=page_table,
     )
 
 
-def _indptr(lengths: list[int]) -> Tensor:
+def permuted_pages(spec: CaseSpec, generator: torch.Generator) -> tuple[int, Tensor]:
+    """How many pages there are, and the page table: [B, max_pages] int32, pages in random order, garbage after them."""
+    used = [-(-r.kv_len // spec.page_size) for r in spec.requests]
+    num_pages = sum(used) + _SPARE_PAGES
+    # A random order of pages 1 .. n - 1; page 0 stays unreferenced.
+    pages = (torch.randperm(num_pages - 1, generator=generator) + 1).int()
+    page_table = torch.full((len(used), max(used) + 2), GARBAGE_PAGE, dtype=torch.int32)
+    taken = 0
+    for b, count in enumerate(used):
+        page_table[b, :count] = pages[taken : taken + count]
+        taken += count
+    return num_pages, page_table
+
+
+def slots_of(page_table: Tensor, request: int, page_size: int, kv_len: int) -> Tensor:
+    """The slot of each key of a request, [kv_len] int64."""
+    pages = page_table[request, : -(-kv_len // page_size), None].long()
+    return (pages * page_size + torch.arange(page_size, device=pages.device)).flatten()[:kv_len]
+
+
+def indptr(lengths: list[int]) -> Tensor:
+    """Where each part starts and the last one ends, [len(lengths) + 1] int32."""
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
@@ -123,10 +158,8 @@ def poison_unreferenced(inputs: AbsorbedInputs, poison: float = POISON) -> Absor
     used = torch.zeros(num_pages * page_size, dtype=torch.bool)
     page_table = inputs.page_table.clone()
     for b, kv_len in enumerate(inputs.kv_lens.tolist()):
-        count = -(-kv_len // page_size)
-        slots = (page_table[b, :count, None].long() * page_size + torch.arange(page_size)).flatten()[:kv_len]
-        used[slots] = True
-        page_table[b, count:] = GARBAGE_PAGE
+        used[slots_of(page_table, b, page_size, kv_len)] = True
+        page_table[b, -(-kv_len // page_size) :] = GARBAGE_PAGE
     free = ~used.view(num_pages, page_size, 1)
     return replace(
         inputs,

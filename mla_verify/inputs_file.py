@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from mla_verify.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from mla_verify.tensors import MLAInputs
+    from mla_verify.tensors import AttentionInputs
 
 # name -> shape, by letters that must agree within the file; "?" is free.
 _SHAPES = {
@@ -55,7 +55,7 @@ class FileCase:
     causal: bool
     qk_rope_head_dim: int
 
-    def load(self) -> MLAInputs:
+    def load(self) -> AttentionInputs:
         """The tensors, on the CPU, with every unreferenced slot poisoned."""
         import torch
         from safetensors.torch import load_file

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mla_verify.calls import availability
 from mla_verify.cases import CaseSpec
 from mla_verify.config import RunConfig
 from mla_verify.errors import UsageError
@@ -24,6 +25,7 @@ class PlanEntry:
     form: str
     dtype: str
     phase: str
+    unavailable: str | None = None  # why the kernel can run no case of this dtype here
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Plan:
     named: tuple[str, ...] = ()  # kernels that --kernel or --require asked for
     required: tuple[str, ...] = ()
     unavailable: Mapping[str, str] = field(default_factory=dict)  # kernel -> why; selected only when named
+    dtypes_not_here: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # kernel -> dtype -> why
+    named_cases: tuple[str, ...] = ()  # ids; with --case or --inputs
     # kernel -> ("phase", "decode"), ("dtype", "bf16"), ...: what it claims and this run has to decide.
     claims: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
 
@@ -47,6 +51,7 @@ class Plan:
                 notes.append(f"warning: {name} is unavailable here, its cases are UNSUPPORTED: {why}")
             else:
                 notes.append(f"note: {name} is left out, it is unavailable here: {why}")
+        notes += _dtype_notes(self)
         idle = [kernel for kernel in self.kernels if all(entry.kernel is not kernel for entry in self.entries)]
         notes += [
             f"note: no selected case has {k.name}'s form, {k.contract.form}" for k in idle if k.name in self.named
@@ -73,12 +78,22 @@ def build_plan(config: RunConfig) -> Plan:
     named = tuple(dict.fromkeys([*config.kernels, *config.required]))
     selected = dict.fromkeys([*(config.kernels or kernel_names()), *config.required])
     loaded = {name: load_kernel(name) for name in selected}
-    unavailable = {name: why for name, kernel in loaded.items() if (why := why_unavailable(kernel, config.device))}
+    found = {name: availability(kernel, config.device) for name, kernel in loaded.items()}
+    unavailable = {name: one.why_not for name, one in found.items() if one.why_not}
     kernels = tuple(kernel for name, kernel in loaded.items() if name in named or name not in unavailable)
     all_cases = _cases(config)
     cases = [case for case in all_cases if not config.dtypes or case.dtype in config.dtypes]
     entries = tuple(
-        PlanEntry(case.spec, case.id, kernel, case.claim, case.form, case.dtype, case.phase)
+        PlanEntry(
+            case.spec,
+            case.id,
+            kernel,
+            case.claim,
+            case.form,
+            case.dtype,
+            case.phase,
+            found[kernel.name].why_not or found[kernel.name].dtypes.get(case.dtype),
+        )
         for case in cases
         for kernel in kernels
         if kernel.contract.form == case.form
@@ -90,17 +105,24 @@ def build_plan(config: RunConfig) -> Plan:
         kernels=kernels,
         named=named,
         required=config.required,
+        named_cases=() if config.suite is not None else tuple(dict.fromkeys(case.id for case in cases)),
         unavailable=unavailable,
-        claims={kernel.name: _claims(config, kernel, entries) for kernel in kernels},
+        dtypes_not_here={kernel.name: found[kernel.name].dtypes for kernel in kernels if found[kernel.name].dtypes},
+        claims={kernel.name: _claims(config, kernel, entries, found[kernel.name].dtypes) for kernel in kernels},
     )
 
 
-def why_unavailable(kernel: Kernel, device: str) -> str | None:
-    """The kernel's own reason. One whose library breaks on import is unavailable: it must not cost the others' run."""
-    try:
-        return kernel.why_unavailable(device)
-    except Exception as error:
-        return f"asking whether it is available raised {type(error).__name__}: {error}"
+def _dtype_notes(plan: Plan) -> list[str]:
+    """One note for each reason, with the kernels that it concerns."""
+    concerned: dict[tuple[str, str], list[str]] = {}
+    for name, reasons in plan.dtypes_not_here.items():
+        for dtype, why in reasons.items():
+            if any(entry.kernel.name == name and entry.dtype == dtype for entry in plan.entries):
+                concerned.setdefault((dtype, why), []).append(name)
+    return [
+        f"note: {dtype} cases of {', '.join(names)} are UNSUPPORTED here: {why}"
+        for (dtype, why), names in concerned.items()
+    ]
 
 
 def _cases(config: RunConfig) -> list[_Case]:
@@ -121,14 +143,19 @@ def _cases(config: RunConfig) -> list[_Case]:
     return [_Case.of(spec, claim) for spec, claim in dict(named).items()]
 
 
-def _claims(config: RunConfig, kernel: Kernel, entries: Sequence[PlanEntry]) -> tuple[tuple[str, str], ...]:
+def _claims(
+    config: RunConfig, kernel: Kernel, entries: Sequence[PlanEntry], not_here: Mapping[str, str]
+) -> tuple[tuple[str, str], ...]:
     contract = kernel.contract
-    phases, dtypes = list(contract.phases), list(contract.dtypes)
+    # What no machine like this one can decide, and the notes say so, does not keep every run here from a verdict.
+    phases, dtypes = list(contract.phases), [dtype for dtype in contract.dtypes if dtype not in not_here]
     if config.dtypes:
         dtypes = [dtype for dtype in dtypes if dtype in config.dtypes]
+    if config.suite is None and kernel.name not in (*config.kernels, *config.required):
+        return ()  # single cases were asked for, and this kernel was not: each has to be decided, by whichever kernel
     if config.suite is None or config.dtypes:
         # Part of a suite, or single cases, were asked for: what none of them touches is no business of this run.
-        planned = [entry for entry in entries if entry.kernel is kernel]
+        planned = [entry for entry in entries if entry.kernel is kernel and entry.unavailable is None]
         phases = [phase for phase in phases if any(entry.phase == phase for entry in planned)]
         dtypes = [dtype for dtype in dtypes if any(entry.dtype == dtype for entry in planned)]
     return (*(("phase", phase) for phase in phases), *(("dtype", dtype) for dtype in dtypes))

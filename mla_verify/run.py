@@ -11,16 +11,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_verify.attempt import Attempt, check_support, first_line, judge, out_of_memory, run_kernel, settle
+from mla_verify.attempt import Attempt, check_support, judge, run_kernel
+from mla_verify.calls import Job
 from mla_verify.config import repeat_command
+from mla_verify.judge import judge_attention, judge_write
 from mla_verify.plan import PlanEntry
 from mla_verify.results import CaseResult, Verdict
 
 if TYPE_CHECKING:
-    import torch
-
     from mla_verify.expected import Expected
-    from mla_verify.tensors import MLAInputs
+    from mla_verify.tensors import AttentionInputs
     from mla_verify.vacuity import FaultSizes
 
 
@@ -100,6 +100,8 @@ def _run_case(entries: list[PlanEntry], device: str, inputs_file: Path | None) -
 @contextmanager
 def _tool_errors(attempts: list[Attempt]) -> Iterator[None]:
     """Out of memory and errors of the tool cost these attempts a verdict that they lack so far, and nothing else."""
+    from mla_verify.execute import first_line, out_of_memory
+
     try:
         yield
     except (Exception, SystemExit) as error:  # no kernel's contract and no library may end the run either
@@ -118,70 +120,52 @@ def _tool_errors(attempts: list[Attempt]) -> Iterator[None]:
 
 
 def _run_and_judge(attempts: list[Attempt], device: str, inputs_file: Path | None) -> None:
+    from mla_verify.tensors import WriteInputs
+
     clock = _Clock()
-    inputs = _make_inputs(attempts[0].entry, device, inputs_file)
+    entry = attempts[0].entry
+    job = Job(entry.spec, inputs_file, entry.dtype, device, entry.spec.layout if entry.spec else "split")
+    inputs = job.inputs()
     clock.lap("inputs")
-    pristine = {name: tensor.clone() for name, tensor in inputs.named_tensors().items()}
     # Every kernel runs before the reference allocates: a fresh buffer could otherwise hold the right answer already.
     for attempt in attempts:
         with _tool_errors([attempt]):
-            run_kernel(attempt, inputs)
-        damaged = _damaged(inputs, pristine)
-        if damaged and attempt.result.verdict is Verdict.NOT_RUN:
-            settle(attempt, Verdict.FAIL, f"the kernel changed its input {' and '.join(damaged)} in place")
-        for name in damaged:
-            # Its shape may be another too.
-            inputs.named_tensors()[name].set_(pristine[name].clone())  # type: ignore[call-overload]
+            run_kernel(attempt, job, inputs)
     judged = [attempt for attempt in attempts if attempt.output is not None]
-    if not judged:
-        return
-    from mla_verify.expected import expect
-
     clock.lap("kernels")
-    expected = expect(inputs, [a.facts for a in judged if a.facts])
-    clock.lap("reference")
-    sizes = _fault_sizes(attempts[0].entry, inputs, expected)
-    clock.lap("vacuity")
-    for attempt in judged:
-        with _tool_errors([attempt]):
-            judge(attempt, inputs, expected, sizes)
+    if isinstance(inputs, WriteInputs):
+        for attempt in judged:
+            with _tool_errors([attempt]):
+                assert attempt.output is not None
+                judge(attempt, judge_write(attempt.output, inputs, attempt.checks))
+    elif judged:
+        _judge_attention(judged, inputs, clock)
     clock.lap("compare")
-    shared = {stage: seconds / len(judged) for stage, seconds in clock.laps.items() if stage != "kernels"}
     for attempt in judged:
+        shared = {stage: seconds / len(judged) for stage, seconds in clock.laps.items() if stage != "kernels"}
         attempt.result = replace(attempt.result, seconds={**attempt.result.seconds, **shared})
 
 
-def _make_inputs(entry: PlanEntry, device: str, inputs_file: Path | None) -> MLAInputs:
-    if entry.spec is not None:
-        from mla_verify.inputs import make_inputs
+def _judge_attention(judged: list[Attempt], inputs: AttentionInputs, clock: _Clock) -> None:
+    from mla_verify.expected import expect
 
-        return make_inputs(entry.spec, device)
-    from mla_verify.inputs import move
-    from mla_verify.inputs_file import read_inputs_file
+    expected = expect(inputs, [a.facts for a in judged if a.facts])
+    clock.lap("reference")
+    sizes = _fault_sizes(judged[0].entry, inputs, expected)
+    clock.lap("vacuity")
+    for attempt in judged:
+        with _tool_errors([attempt]):
+            assert attempt.output is not None and attempt.facts is not None
+            judge(attempt, judge_attention(attempt.output, inputs, expected, attempt.facts, sizes, attempt.checks))
 
-    assert inputs_file is not None
-    return move(read_inputs_file(inputs_file).load(), device)
 
-
-def _fault_sizes(entry: PlanEntry, inputs: MLAInputs, expected: Expected) -> FaultSizes:
+def _fault_sizes(entry: PlanEntry, inputs: AttentionInputs, expected: Expected) -> FaultSizes:
     from mla_verify.regimes import REGIME_TABLE
     from mla_verify.vacuity import fault_sizes
 
     # Real activations claim nothing but that they are not all zero.
     faults = REGIME_TABLE[entry.spec.regime].shows if entry.spec else ("zeros",)
     return fault_sizes(inputs, expected, faults)
-
-
-def _damaged(inputs: MLAInputs, pristine: dict[str, torch.Tensor]) -> list[str]:
-    import torch
-
-    # As bytes: NaN poison equals itself, and -0.0 is not 0.0. A kernel may also have transposed or resized in place.
-    return [
-        name
-        for name, tensor in inputs.named_tensors().items()
-        if tensor.shape != pristine[name].shape
-        or not torch.equal(tensor.contiguous().view(torch.uint8), pristine[name].contiguous().view(torch.uint8))
-    ]
 
 
 @dataclass

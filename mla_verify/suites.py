@@ -42,10 +42,11 @@ RANK_HEADS = tuple(
 )
 
 _EDGES = "q1.kv1+q1.kv2+q1.kv31+q1.kv32+q1.kv33+q1.kv63+q1.kv64+q1.kv65+q1.kv127+q1.kv129"
-_EMPTIES = "q1.kv33+q1.kv0+q5.kv100+q0.kv64+q3.kv2+q2.kv0+q1.kv700"
+_EMPTIES = "q1.kv33+q1.kv0+q5.kv100+q0.kv64+q3.kv2+q2.kv0+q1.kv500"
 
 _FLAT = "every key up to kv_len weighs in once, and none beyond"
 _NEEDLE = "each key at an edge of a tile, page or split is read by the heads that look for it"
+_UNEQUAL = "parts of the keys of very unequal mass merge right"
 _LENGTHS = "lengths on and beside tile and page edges are right in one batch"
 _SPREAD = "heads from flat to one-hot, keys of uneven size and values off centre are right together"
 _HEADS = "{h} heads of one rank are each right: none is padded, folded or overwritten"
@@ -56,6 +57,10 @@ _PREFIX = "new tokens see the whole cached prefix, and causally each other"
 _CHUNKED = "chunks of one prompt see exactly what came before them"
 _EMPTY = "empty requests and rows without keys give 0 (LSE -inf) and leave their neighbours alone"
 _FULL = "without causality every query sees every key"
+_FUSED = "views of fused tensors give the bits that the same numbers give apart, and they are right"
+_WRITE = "{n} new tokens are written into their slots bit by bit, and no other slot changes"
+_REPEATED = "tokens that share a slot leave one of theirs there, and nothing else"
+_OUTSIDE = "tokens whose slot is negative or past the end leave no trace"
 
 # id with DT for the dtype, the dtypes it runs in, the claim
 _SMOKE: tuple[tuple[str, str, str], ...] = (
@@ -64,28 +69,30 @@ _SMOKE: tuple[tuple[str, str, str], ...] = (
     (f"decode-absorbed-h16-{_EDGES}-p64-DT-normal-s0", "fp32 fp16 bf16", _LENGTHS),
     ("decode-absorbed-h16-3xq1.kv1000-p16-DT-mixed-s0", "fp32 fp16 bf16", _SPREAD),
     *(
-        (f"decode-absorbed-h16-q1.kv257+q1.kv256-p{p}-DT-needle-s0", "bf16", _PAGES.format(p=p))
+        (f"decode-absorbed-h16-q1.kv257+q1.kv256-p{p}-DT-needle-s0", "fp16 bf16", _PAGES.format(p=p))
         for p in (1, 16, 32, 128)
     ),
     *(
-        (f"decode-absorbed-h{h}-q1.kv333-p64-DT-mixed-s0", "bf16", _HEADS.format(h=h))
+        (f"decode-absorbed-h{h}-q1.kv333-p64-DT-mixed-s0", "fp16 bf16" if h < 16 else "bf16", _HEADS.format(h=h))
         for h in (8, 12, 20, 32, 64, 96, 128)
     ),
     (
         "decode-absorbed-h16-q1.kv1500-p64-DT-unequal-s0",
         "fp16 bf16",
-        "parts of the keys of very unequal mass merge right",
+        _UNEQUAL,
     ),
-    ("decode-absorbed-h16-q1.kv700-p32-DT-rope-s0", "bf16", "scores that come from the RoPE part are right"),
-    ("decode-absorbed-h16-q1.kv700-p32-DT-nope-s0", "bf16", "scores that come from the latent part are right"),
-    ("decode-absorbed-h16-q1.kv700-p64-DT-channel-s0", "fp16", "one channel a hundred times the others drowns nothing"),
-    ("decode-absorbed-h16-q1.kv700-p64-DT-peaked-s0", "fp16", "a key that wins by more than 30 is returned as it is"),
+    ("decode-absorbed-h16-q1.kv450-p64-DT-unequal-s0", "fp32 fp16", _UNEQUAL),
+    ("decode-absorbed-h16-3xq1.kv300-p16-DT-mixed-s0", "fp32 fp16", _SPREAD),
+    ("decode-absorbed-h16-q1.kv500-p32-DT-rope-s0", "fp16 bf16", "scores that come from the RoPE part are right"),
+    ("decode-absorbed-h16-q1.kv500-p32-DT-nope-s0", "fp16 bf16", "scores that come from the latent part are right"),
+    ("decode-absorbed-h16-q1.kv500-p64-DT-channel-s0", "fp16", "one channel a hundred times the others drowns nothing"),
+    ("decode-absorbed-h16-q1.kv500-p64-DT-peaked-s0", "fp16", "a key that wins by more than 30 is returned as it is"),
     ("spec-absorbed-h16-q2.kv130+q2.kv65-p64-DT-needle-s0", "fp16", _SPEC.format(q=2)),
     ("spec-absorbed-h16-q3.kv131+q3.kv64-p16-DT-needle-s0", "bf16", _SPEC.format(q=3)),
     ("spec-absorbed-h16-q4.kv132+q4.kv67-p1-DT-needle-s0", "fp32", _SPEC.format(q=4)),
     ("prefill-absorbed-h16-q65.kv65+q33.kv33-p64-DT-normal-s0", "fp32 bf16", _PREFILL),
     ("prefix-absorbed-h16-q17.kv300+q31.kv95-p64-DT-mixed-s0", "fp16 bf16", _PREFIX),
-    ("chunked-absorbed-h16-q32.kv32+q32.kv64+q17.kv81-p16-DT-needle-s0", "bf16", _CHUNKED),
+    ("chunked-absorbed-h16-q32.kv32+q32.kv64+q17.kv81-p16-DT-needle-s0", "fp16 bf16", _CHUNKED),
     (f"mixed-absorbed-h16-{_EMPTIES}-p64-DT-normal-s0", "fp32 fp16 bf16", _EMPTY),
     ("mixed-absorbed-h8-2xq1.kv0-p64-DT-normal-s0", "bf16", "a batch without any key is all 0, LSE -inf"),
     ("mixed-absorbed-h16-q5.kv100+q1.kv33-p16-DT-normal-full-s0", "fp16", _FULL),
@@ -96,6 +103,16 @@ _SMOKE: tuple[tuple[str, str, str], ...] = (
     ("prefix-mha-h16-q17.kv300+q31.kv95-ragged-DT-mixed-s0", "fp16 bf16", _PREFIX),
     ("chunked-mha-h16-q32.kv32+q32.kv64+q17.kv81-ragged-DT-needle-s0", "fp32", _CHUNKED),
     (f"mixed-mha-h16-{_EMPTIES}-ragged-DT-normal-s0", "bf16", _EMPTY),
+    # Cat-free kernels read q_nope and q_pe, latent and rope part, wherever they lie.
+    ("decode-absorbed-h16-q1.kv257+q1.kv256-p16-DT-mixed-fused-s0", "fp32 fp16 bf16", _FUSED),
+    ("prefix-absorbed-h16-q17.kv200+q31.kv95-p64-DT-needle-fused-s0", "fp16 bf16", _FUSED),
+    ("prefix-mha-h16-q17.kv200+q31.kv95-ragged-DT-needle-fused-s0", "fp16", _FUSED),
+    # 768 slots and more take another kernel in some engines.
+    *((f"append-write-h1-q{n}.kv{n}-p64-DT-rows-s0", "fp16 bf16", _WRITE.format(n=n)) for n in (1, 767, 768, 769)),
+    ("append-write-h1-q300.kv1000+q0.kv77+q1.kv65+q900.kv900-p16-DT-rows-s0", "fp32", _WRITE.format(n=1201)),
+    ("append-write-h1-q100.kv300-p1-DT-rows-fused-s0", "fp16 bf16", _FUSED),
+    ("append-write-h1-q100.kv300-p64-DT-repeated-s0", "fp32 fp16 bf16", _REPEATED),
+    ("append-write-h1-q100.kv300-p64-DT-outside-s0", "fp32 fp16 bf16", _OUTSIDE),
 )
 
 

@@ -1,11 +1,13 @@
 """What a kernel is given and what it gives back: plain tensors in one convention.
 
 A kernel's own layouts and conventions are mapped in that kernel's file, nowhere else.
-T query tokens of all requests in order, H heads, R kv_lora_rank, P qk_rope_head_dim, B requests.
+T query tokens of all requests in order, H heads, R kv_lora_rank, P qk_rope_head_dim, B requests. The last dim of every
+tensor is contiguous; in the fused layout (cases.LAYOUTS) the others need not be.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -13,10 +15,8 @@ import torch
 
 @dataclass(frozen=True)
 class _Inputs:
-    qo_indptr: torch.Tensor  # [B + 1] int32: request b's queries are rows qo_indptr[b]:qo_indptr[b + 1]
+    qo_indptr: torch.Tensor  # [B + 1] int32: request b's tokens are rows qo_indptr[b]:qo_indptr[b + 1]
     kv_lens: torch.Tensor  # [B] int32
-    sm_scale: float
-    causal: bool  # bottom-right aligned: the last query sees every key
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         return {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), torch.Tensor)}
@@ -34,7 +34,13 @@ class _Inputs:
 
 
 @dataclass(frozen=True)
-class AbsorbedInputs(_Inputs):
+class _AttentionInputs(_Inputs):
+    sm_scale: float
+    causal: bool  # bottom-right aligned: the last query sees every key
+
+
+@dataclass(frozen=True)
+class AbsorbedInputs(_AttentionInputs):
     """Absorbed form: the query was multiplied by w_kc, keys and values both come from the latent cache."""
 
     q_nope: torch.Tensor  # [T, H, R]
@@ -58,7 +64,7 @@ class AbsorbedInputs(_Inputs):
 
 
 @dataclass(frozen=True)
-class MHAInputs(_Inputs):
+class MHAInputs(_AttentionInputs):
     """Non-absorbed form: every head has keys and values of its own, expanded from the latent by w_kc and w_vc."""
 
     q: torch.Tensor  # [T, H, qk_nope_head_dim + P]: nope, then rope
@@ -80,23 +86,74 @@ class MHAInputs(_Inputs):
         return self.v.shape[-1]
 
 
-MLAInputs = AbsorbedInputs | MHAInputs
+@dataclass(frozen=True)
+class WriteInputs(_Inputs):
+    """A cache write: row t of ckv and kpe goes to slot slots[t] of the cache, side by side; no other slot changes.
+
+    Slot s is row s of the cache's pages in order: page s // page_size, offset s % page_size.
+    """
+
+    ckv: torch.Tensor  # [T, R], the latent of the new tokens, the last ones of each request
+    kpe: torch.Tensor  # [T, P], RoPE applied
+    slots: torch.Tensor  # [T] int64
+    kv_cache: torch.Tensor  # [num_pages, page_size, R + P], as it was before; the kernel writes into a copy, `out.out`
+    page_table: torch.Tensor  # [B, max_pages] int32, from which slots were made; entries past the last page are garbage
+
+
+AttentionInputs = AbsorbedInputs | MHAInputs
+MLAInputs = AttentionInputs | WriteInputs
 
 
 @dataclass(frozen=True)
 class MLAOutput:
     """out [T, H, R] (absorbed) or [T, H, v_head_dim] (mha); lse [T, H] float32, natural log, or None if not returned.
 
-    A query that sees no key has out 0 and lse -inf.
+    A query that sees no key has out 0 and lse -inf. Of a cache write, out is the cache [num_pages, page_size, R + P].
     """
 
     out: torch.Tensor
     lse: torch.Tensor | None
 
 
-def output_buffers(inputs: MLAInputs, dtype: torch.dtype) -> MLAOutput:
-    """Buffers for a kernel to write, full of NaN: a row that it leaves unwritten must not look right by chance."""
+@dataclass(frozen=True)
+class Buffers:
+    """What a kernel may write into, and the guard zones around it, which nobody may touch."""
+
+    output: MLAOutput
+    guarded: tuple[torch.Tensor, ...]  # flat uint8: a zone, the tensor's bytes, a zone
+
+    def overwritten(self) -> str | None:
+        """Which zone of `out` or `lse` changed, in words, or None."""
+        for name, whole in zip(("out", "lse"), self.guarded, strict=False):
+            for where, zone in (("before", whole[:GUARD_BYTES]), ("after", whole[-GUARD_BYTES:])):
+                changed = int((zone != _GUARD_BYTE).sum())
+                if changed:
+                    return f"{changed} bytes right {where} its {name} buffer"
+        return None
+
+
+# A row of the largest dims is a few KiB: an index that is off by one row, or by a small page, lands in the zone.
+GUARD_BYTES = 1 << 16
+_GUARD_BYTE = 0xA5
+
+
+def output_buffers(inputs: MLAInputs, dtype: torch.dtype) -> Buffers:
+    """Buffers for a kernel to write, full of NaN: a row that it leaves unwritten must not look right by chance.
+
+    `out` of a cache write is a copy of the cache.
+    """
+    if isinstance(inputs, WriteInputs):
+        out, whole = _guarded(inputs.kv_cache.shape, inputs.kv_cache.dtype, inputs.device)
+        return Buffers(MLAOutput(out.copy_(inputs.kv_cache), None), (whole,))
     num_tokens, num_heads = inputs.queries.shape[:2]
-    out = torch.full((num_tokens, num_heads, inputs.v_dim), float("nan"), dtype=dtype, device=inputs.device)
-    lse = torch.full((num_tokens, num_heads), float("nan"), dtype=torch.float32, device=inputs.device)
-    return MLAOutput(out, lse)
+    out, whole = _guarded((num_tokens, num_heads, inputs.v_dim), dtype, inputs.device)
+    lse, whole_lse = _guarded((num_tokens, num_heads), torch.float32, inputs.device)
+    return Buffers(MLAOutput(out.fill_(float("nan")), lse.fill_(float("nan"))), (whole, whole_lse))
+
+
+def _guarded(
+    shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = math.prod(shape) * dtype.itemsize
+    whole = torch.full((size + 2 * GUARD_BYTES,), _GUARD_BYTE, dtype=torch.uint8, device=device)
+    return whole[GUARD_BYTES : GUARD_BYTES + size].view(dtype).view(shape), whole

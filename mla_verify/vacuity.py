@@ -14,7 +14,7 @@ import torch
 from mla_verify.expected import DenseRequest, Expected, dense_request
 from mla_verify.kernels.contract import RoundingFacts
 from mla_verify.noise import CONSTANTS, z_limit
-from mla_verify.tensors import MLAInputs
+from mla_verify.tensors import AttentionInputs
 
 # fault -> (how far it moves the output [rows, heads, v_dim], tokens of the rows, heads)
 FaultSizes = dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -52,7 +52,7 @@ FAULTS = {
 }
 
 
-def fault_sizes(inputs: MLAInputs, expected: Expected, faults: tuple[str, ...]) -> FaultSizes:
+def fault_sizes(inputs: AttentionInputs, expected: Expected, faults: tuple[str, ...]) -> FaultSizes:
     """For each fault that some sampled row can show, how far it moves those rows' output.
 
     Computed once for a case; `unseen_faults` holds it against each kernel's noise.

@@ -54,14 +54,14 @@ class CannotSayWhatRan(Honest):
 class TakesNothing(Honest):
     name = "takes-nothing"
 
-    def why_not(self, spec: CaseSpec) -> str | None:
+    def why_not(self, spec: CaseSpec, device: str) -> str | None:
         return f"{spec.num_heads} heads are not a multiple of 7"
 
 
 class SupportCheckRaises(Honest):
     name = "support-check-raises"
 
-    def why_not(self, spec: CaseSpec) -> str | None:
+    def why_not(self, spec: CaseSpec, device: str) -> str | None:
         raise KeyError("sm_75")
 
 

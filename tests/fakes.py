@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mla_verify.cases import CaseSpec
-from mla_verify.kernels.contract import Contract, RoundingFacts
+from mla_verify.kernels.contract import Contract, KernelBase, RoundingFacts
 from mla_verify.results import CaseResult, Check, Comparison, Location, Verdict
 from mla_verify.tensors import MLAInputs, MLAOutput
 
@@ -16,17 +16,11 @@ PREFILL = "prefill-absorbed-h16-q9.kv9-p64-bf16-normal-s7"
 MHA = "prefill-mha-h16-q9.kv9-ragged-fp32-normal-s7"
 
 
-class Absorbed:
+class Absorbed(KernelBase):
     """Claims decode and prefill in fp32 and bf16, and runs nothing."""
 
     name = "absorbed"
     contract = Contract("absorbed", ("fp32", "bf16"), ("decode", "prefill"), facts=RoundingFacts)
-
-    def why_unavailable(self, device: str) -> str | None:
-        return None
-
-    def why_not(self, spec: CaseSpec) -> str | None:
-        return None
 
     def version(self) -> str:
         return "fake 1.0"

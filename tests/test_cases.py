@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_verify.cases import FORMS, MAX_TOKENS, PHASES, REGIMES, SM_SCALE, CaseSpec, Request
+from mla_verify.cases import (
+    FORM_PHASES,
+    FORMS,
+    LAYOUTS,
+    MAX_TOKENS,
+    REGIMES,
+    SM_SCALE,
+    WRITE_REGIMES,
+    CaseSpec,
+    Request,
+)
 from mla_verify.dims import MLADims
 from mla_verify.errors import UsageError
 from mla_verify.formats import DTYPES
@@ -25,26 +35,31 @@ LENGTHS = {
     "prefix": st.tuples(st.integers(1, 300), st.integers(301, 9000)),
     "chunked": st.tuples(small, small),
     "mixed": st.tuples(small, small),
+    "append": st.tuples(small, small).map(lambda n: (min(n), max(n))),
 }
 
 
 @st.composite
 def specs(draw: st.DrawFn) -> CaseSpec:
-    phase, form = draw(st.sampled_from(PHASES)), draw(st.sampled_from(FORMS))
+    form = draw(st.sampled_from(FORMS))
+    phase, write = draw(st.sampled_from(FORM_PHASES[form])), form == "write"
     lengths = LENGTHS[phase] | st.tuples(st.just(0), small)
     runs = draw(st.lists(st.tuples(st.integers(1, 12), lengths), min_size=2, max_size=5))
     return CaseSpec(
         phase=phase,
         form=form,
         # 60 requests of up to 9,000 tokens and 2,100 dims a head: 12 heads stay under MAX_ELEMENTS, whatever is drawn.
-        num_heads=draw(st.integers(1, 12)),
+        num_heads=1 if write else draw(st.integers(1, 12)),
         requests=tuple(Request(*one) for count, one in runs for _ in range(count)),
-        page_size=draw(st.integers(1, 300)) if form == "absorbed" else 0,
+        page_size=0 if form == "mha" else draw(st.integers(1, 300)),
         dtype=draw(st.sampled_from(DTYPES)),
-        regime=draw(st.sampled_from(REGIMES)),
+        regime=draw(st.sampled_from(WRITE_REGIMES if write else REGIMES)),
         seed=draw(st.integers(0, 10**18 - 1)),
-        causal=draw(st.booleans()),
-        sm_scale=draw(st.just(SM_SCALE) | st.floats(0, exclude_min=True, allow_infinity=False)),
+        causal=write or draw(st.booleans()),
+        sm_scale=draw(
+            st.just(SM_SCALE) if write else st.just(SM_SCALE) | st.floats(0, exclude_min=True, allow_infinity=False)
+        ),
+        layout=draw(st.sampled_from(LAYOUTS)),
         dims=draw(st.just(MLADims()) | st.builds(MLADims, *[st.integers(1, 700)] * 4)),
     )
 
@@ -113,7 +128,7 @@ def refusal(case_id: str) -> str:
         ("normal", "n0rmal", "'n0rmal' stands where the regime"),
         ("normal", "norma", "did you mean normal"),
         ("-s0", "", "the seed is missing"),
-        ("-s0", "-0", "'0' is none of full, scale0.25"),
+        ("-s0", "-0", "'0' is none of full, fused, scale0.25"),
         ("-s0", "-scale-s0", "'scale' is none of"),
         ("-s0", "-scale-1-s0", "'scale' is none of"),
         ("-s0", "-scale1e-05-0", "'0' is none of"),
@@ -140,6 +155,14 @@ def test_a_bad_id_is_refused_by_the_part_that_is_wrong(part: str, wrong: str, to
         ("mixed-absorbed-h16-q64.kv64-p64-bf16-normal-s0", "at least two requests"),
         ("decode-mha-h16-q1.kv64-p64-bf16-normal-s0", "form mha with page size 64"),
         ("decode-absorbed-h16-q1.kv64-ragged-bf16-normal-s0", "form absorbed with page size 0"),
+        ("append-absorbed-h16-q1.kv64-p64-bf16-normal-s0", "phase append of form absorbed"),
+        ("decode-write-h1-q1.kv64-p64-bf16-rows-s0", "phase decode of form write"),
+        ("append-write-h2-q1.kv64-p64-bf16-rows-s0", "phase append means that one head is written"),
+        ("append-write-h1-q65.kv64-p64-bf16-rows-s0", "every new token is one of the keys"),
+        ("append-write-h1-q1.kv64-p64-bf16-rows-full-s0", "neither full nor a scale is named"),
+        ("append-write-h1-q1.kv64-p64-bf16-rows-scale2-s0", "neither full nor a scale is named"),
+        ("append-write-h1-q1.kv64-p64-bf16-normal-s0", "unknown regime 'normal'"),
+        ("append-write-h1-q1.kv64-ragged-bf16-rows-s0", "form write with page size 0"),
         ("decode-absorbed-h16-q1.kv64-p64-bf16-normal-scale0-s0", "sm_scale is 0.0"),
         ("decode-absorbed-h16-q1.kv64-p64-bf16-normal-scale1e999-s0", "sm_scale is inf"),
     ],
@@ -201,6 +224,7 @@ def test_the_sizes_at_which_32_bit_offsets_wrap_are_allowed() -> None:
         {"regime": "random"},
         {"phase": "encode"},
         {"form": "gqa"},
+        {"layout": "strided"},
     ],
 )
 def test_a_spec_that_no_id_could_name_cannot_be_made(fields: dict[str, object]) -> None:

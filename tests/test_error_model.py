@@ -103,7 +103,7 @@ def test_a_needle_case_whose_values_lie_on_ties_is_accepted() -> None:
     inputs = make_inputs(CaseSpec.parse("decode-absorbed-h16-q1.kv257+q1.kv256-p128-bf16-needle-s0"))
     kernel = load_kernel("torch-absorbed")
     facts = kernel.contract.facts("bf16")
-    output = kernel.run(inputs, output_buffers(inputs, torch.bfloat16))
+    output = kernel.run(inputs, output_buffers(inputs, torch.bfloat16).output)
     assert not failed(compare_output(output, expect(inputs, [facts]), facts, inputs))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 import mla_verify.expected
 from mla_verify.emulate import EmulatedKernel
+from mla_verify.kernels import KERNELS
 from mla_verify.results import Verdict
 from mla_verify.suites import suite_cases
 from mla_verify.tensors import MLAInputs
@@ -24,9 +26,17 @@ PASS, FAIL, NOT_RUN, UNSUPPORTED = Verdict.PASS, Verdict.FAIL, Verdict.NOT_RUN, 
 def test_the_smoke_suite_decides_every_planned_case_and_exits_0(tmp_path: Path) -> None:
     run = verify(tmp_path)
     assert run.exit_code == 0, run.done.stdout
-    assert {entry.case for entry in run.report.plan} == {case.spec.id for case in suite_cases("smoke")}
-    assert set(run.verdicts) == {PASS}
-    assert run.report.environment["unavailable_kernels"] == {}
+    every = {case.spec.id for case in suite_cases("smoke")}
+    assert {entry.case for entry in run.report.plan} == every
+    assert set(run.verdicts) == {PASS, UNSUPPORTED}
+    # Nothing is left to a kernel that could not take it.
+    assert {result.case for result in run.report.results if result.verdict is PASS} == every
+    assert all(r.verdict is PASS for r in run.report.results if r.kernel in ("torch-absorbed", "torch-mha"))
+    passed = Counter(result.kernel for result in run.report.results if result.verdict is PASS)
+    for kernel, least in (("triton-decode", 20), ("triton-write-decode", 20), ("triton-prefill", 9)):
+        assert passed[kernel] >= least
+    assert passed["triton-cache-write"] == len([case for case in suite_cases("smoke") if case.spec.form == "write"])
+    assert set(run.report.environment["unavailable_kernels"]) <= {n for n in KERNELS if n.startswith("sglang-")}
 
 
 def test_a_run_in_which_every_case_is_unsupported_exits_3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -43,7 +53,8 @@ def test_a_case_outside_the_contract_is_unsupported_with_the_part_that_is(
 ) -> None:
     register(monkeypatch, [failing.Picky])
     run = verify(tmp_path, *cases(DECODE, DECODE.replace("bf16", "fp16"), RAGGED, DECODE.replace("p64", "p32")))
-    assert (run.exit_code, run.verdicts) == (0, [PASS] + [UNSUPPORTED] * 3)
+    assert (run.exit_code, run.verdicts) == (3, [PASS] + [UNSUPPORTED] * 3)
+    assert len(run.report.reasons) == 3 and all(r.startswith("No kernel decided ") for r in run.report.reasons)
     assert [result.reason for result in run.report.results[1:]] == [
         "dtype fp16 is not among bf16",
         "phase mixed is not among decode",

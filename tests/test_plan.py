@@ -43,7 +43,8 @@ def test_a_case_or_kernel_named_twice_is_planned_once() -> None:
 
 def test_the_default_suite_is_planned_whole_and_with_its_claims() -> None:
     plan = build_plan(make_config(device="cpu", kernels=["absorbed", "mha"]))
-    assert {(e.case_id, e.claim) for e in plan.entries} == {(c.spec.id, c.claim) for c in suite_cases("smoke")}
+    attention = [case for case in suite_cases("smoke") if case.spec.form != "write"]
+    assert {(e.case_id, e.claim) for e in plan.entries} == {(c.spec.id, c.claim) for c in attention}
 
 
 @pytest.mark.parametrize("suite", SUITES)
@@ -80,7 +81,7 @@ def test_an_inputs_file_is_one_case_for_the_kernels_of_its_form(
     plan = build_plan(make_config(inputs=path, device="cpu"))
     assert pairs(plan) == [("file-layer-3", "absorbed"), ("file-layer-3", "other")]
     assert all(entry.spec is None and "layer 3.safetensors" in entry.claim for entry in plan.entries)
-    assert plan.claims["absorbed"] == (("phase", "prefill"), ("dtype", "bf16"))
+    assert plan.named_cases == ("file-layer-3",)
     assert repeat_command("other", "file-layer-3", "cpu", path).endswith(f"--inputs '{path}' --device cpu")
 
 

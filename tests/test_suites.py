@@ -7,11 +7,13 @@ from itertools import product
 
 import pytest
 
-from mla_verify.cases import FORMS, PHASES, REGIMES, CaseSpec
+from mla_verify.cases import ATTENTION_PHASES, FORM_PHASES, FORMS, LAYOUTS, REGIMES, WRITE_REGIMES, CaseSpec
 from mla_verify.dims import ODD_HEADS, PRESETS
 from mla_verify.formats import DTYPES
+from mla_verify.kernels.interpreter import too_large
 from mla_verify.suites import PAGE_SIZES, RANK_HEADS, SUITES, suite_cases
 
+ATTENTION_FORMS = ("absorbed", "mha")
 HEADS = (8, 12, 16, 20, 32, 64, 96, 128)
 
 
@@ -56,14 +58,14 @@ def test_the_larger_suites_start_with_all_of_the_smaller_ones() -> None:
 
 
 def test_smoke_stays_small_enough_for_two_cpu_cores() -> None:
-    assert 45 <= len(specs("smoke")) <= 60
+    assert 80 <= len(specs("smoke")) <= 100
     assert max(spec.num_kv_tokens for spec in specs("smoke")) <= 4096
-    assert max(spec.num_q_tokens for spec in specs("smoke")) <= 200
+    assert max(spec.num_q_tokens for form in ATTENTION_FORMS for spec in specs("smoke", form)) <= 200
 
 
 def test_smoke_holds_every_phase_dtype_regime_page_size_and_head_count_of_the_absorbed_form() -> None:
     absorbed = specs("smoke", "absorbed")
-    assert {spec.phase for spec in absorbed} == set(PHASES)
+    assert {spec.phase for spec in absorbed} == set(ATTENTION_PHASES)
     assert {spec.dtype for spec in absorbed} == set(DTYPES)
     assert {spec.regime for spec in absorbed} == set(REGIMES)
     assert {spec.page_size for spec in absorbed} == {1, 16, 32, 64, 128} == set(PAGE_SIZES)
@@ -71,9 +73,24 @@ def test_smoke_holds_every_phase_dtype_regime_page_size_and_head_count_of_the_ab
     assert {spec.causal for spec in absorbed} == {True, False}
 
 
-def test_smoke_holds_every_phase_and_dtype_of_both_forms() -> None:
-    assert {(spec.form, spec.phase) for spec in specs("smoke")} == set(product(FORMS, PHASES))
+def test_smoke_holds_every_phase_dtype_and_layout_of_every_form() -> None:
+    assert {(spec.form, spec.phase) for spec in specs("smoke")} == {(f, p) for f in FORMS for p in FORM_PHASES[f]}
     assert {(spec.form, spec.dtype) for spec in specs("smoke")} == set(product(FORMS, DTYPES))
+    assert {(spec.form, spec.layout) for spec in specs("smoke")} == set(product(FORMS, LAYOUTS))
+
+
+def test_smoke_writes_few_and_many_tokens_repeated_slots_and_slots_outside() -> None:
+    writes = specs("smoke", "write")
+    assert {spec.regime for spec in writes} == set(WRITE_REGIMES)
+    assert {1, 767, 768, 769, 1201} <= {spec.num_q_tokens for spec in writes}
+
+
+def test_smoke_has_every_regime_and_attention_phase_in_the_size_that_an_interpreter_runs() -> None:
+    small = [spec for spec in specs("smoke", "absorbed") if too_large(spec) is None and spec.dtype != "bf16"]
+    assert {spec.phase for spec in small} == set(ATTENTION_PHASES)
+    assert {spec.regime for spec in small} >= set(REGIMES) - {"uniform"}  # which wants many keys
+    assert {spec.dtype for spec in small} == {"fp32", "fp16"}
+    assert {spec.page_size for spec in small} == set(PAGE_SIZES)
 
 
 @pytest.mark.parametrize("suite", SUITES)
@@ -101,7 +118,7 @@ def test_standard_has_lengths_one_short_of_a_page_for_every_page_size_and_dtype(
     assert found == set(DTYPES)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ATTENTION_FORMS)
 def test_smoke_has_an_empty_request_between_others_and_rows_without_keys(form: str) -> None:
     mixed = [spec.requests for spec in specs("smoke", form) if spec.phase == "mixed"]
     assert any(
@@ -114,8 +131,8 @@ def test_smoke_has_an_empty_request_between_others_and_rows_without_keys(form: s
 
 
 def test_standard_crosses_every_regime_with_every_dtype_in_both_forms() -> None:
-    crossed = {(spec.form, spec.regime, spec.dtype) for spec in specs("standard")}
-    assert crossed == set(product(FORMS, REGIMES, DTYPES))
+    crossed = {(s.form, s.regime, s.dtype) for form in ATTENTION_FORMS for s in specs("standard", form)}
+    assert crossed == set(product(ATTENTION_FORMS, REGIMES, DTYPES))
     assert {(spec.num_heads, spec.dtype) for spec in specs("standard", "mha")} >= set(product(HEADS, DTYPES))
 
 

@@ -18,7 +18,7 @@ CASE = "decode-absorbed-h8-q1.kv100-p64-bf16-normal-s0"
 def test_a_right_kernel_passes_and_the_same_output_times_1005_promille_does_not() -> None:
     inputs = make_inputs(CaseSpec.parse(CASE))
     kernel = load_kernel("torch-absorbed")
-    output = kernel.run(inputs, output_buffers(inputs, torch.bfloat16))
+    output = kernel.run(inputs, output_buffers(inputs, torch.bfloat16).output)
     assert output.out.shape == (1, 8, 512)
 
     facts = kernel.contract.facts("bf16")

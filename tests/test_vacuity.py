@@ -80,7 +80,7 @@ def test_a_vacuous_case_is_not_run_and_never_green(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(REGIME_TABLE, "uniform", claims_too_much)
     report = tmp_path / "report.json"
     case = "decode-absorbed-h8-q1.kv100-p64-bf16-uniform-s0"
-    result = invoke("kernels", "--case", case, "--device", "cpu", "--json", str(report))
+    result = invoke("kernels", "--kernel", "torch-absorbed", "--case", case, "--device", "cpu", "--json", str(report))
     assert result.exit_code == 3
     (only,) = json.loads(report.read_text())["results"]
     assert only["verdict"] == "NOT_RUN"
@@ -103,6 +103,6 @@ def test_a_wrong_kernel_fails_on_a_vacuous_case_too(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(TorchAbsorbed, "run", zeroed)
     case = "decode-absorbed-h8-q1.kv100-p64-bf16-uniform-s0"
-    result = invoke("kernels", "--case", case, "--device", "cpu")
+    result = invoke("kernels", "--kernel", "torch-absorbed", "--case", case, "--device", "cpu")
     assert result.exit_code == 1
     assert "FAIL" in result.stdout

@@ -8,26 +8,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mla_verify.cases import PHASES, CaseSpec
 from mla_verify.emulate import EmulatedKernel
 from mla_verify.formats import DTYPES
-from mla_verify.kernels.contract import Contract
+from mla_verify.kernels.contract import Contract, KernelBase
 from mla_verify.tensors import AbsorbedInputs, MLAOutput
 
 EMULATED = EmulatedKernel(splits=2, tile=32)
 
 
-class Honest:
+class Honest(KernelBase):
     """The emulated kernel, with two splits."""
 
     name = "honest"
-    contract = Contract("absorbed", DTYPES, PHASES, facts=EMULATED.facts, returns_lse=True)
-
-    def why_unavailable(self, device: str) -> str | None:
-        return None
-
-    def why_not(self, spec: CaseSpec) -> str | None:
-        return None
+    contract = Contract("absorbed", DTYPES, facts=EMULATED.facts, returns_lse=True)
 
     def version(self) -> str:
         return "emulated"

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the checkout's mla_verify, not an installed one
 
 from mla_verify.dims import ODD_HEADS, PRESETS  # noqa: E402
-from mla_verify.kernels import kernel_names, load_kernel  # noqa: E402
-from mla_verify.kernels.contract import RoundingFacts  # noqa: E402
+from mla_verify.kernels import KERNELS, load_kernel  # noqa: E402
+from mla_verify.kernels.contract import Contract, RoundingFacts  # noqa: E402
 from mla_verify.suites import SUITES, suite_cases  # noqa: E402
 from tools import evidence_tables  # noqa: E402
 
@@ -45,23 +45,33 @@ def dims() -> str:
 
 
 def kernels() -> str:
-    rows = []
-    for name in kernel_names():
-        contract = load_kernel(name).contract
-        if contract.form == "mha":
-            page_size = "not paged"
-        else:
-            page_size = ", ".join(map(str, contract.page_sizes)) if contract.page_sizes else "any"
-        lse = "yes" if contract.returns_lse else "no"
-        lists = (", ".join(contract.dtypes), ", ".join(contract.phases))
-        rows.append([f"`{name}`", contract.form, *lists, page_size, lse])
-    return markdown(["kernel", "form", "dtypes", "phases", "page size", "LSE"], rows)
+    """Every field of every contract but the rounding facts."""
+    rows = [[f"`{name}`", *contract_cells(load_kernel(name).contract)] for name in KERNELS]
+    header = ["kernel", "form", "dtypes", "phases", "pages", "heads", "strides", "LSE", "row without keys", "tail"]
+    return markdown(header, rows)
+
+
+def contract_cells(contract: Contract) -> list[str]:
+    def numbers(values: Sequence[int] | None) -> str:
+        return ", ".join(map(str, values)) if values else "any"
+
+    cells = [contract.form, ", ".join(contract.dtypes), ", ".join(contract.phases)]
+    cells.append("not paged" if contract.form == "mha" else numbers(contract.page_sizes))
+    if contract.form == "write":
+        outside = "slots outside: left out" if contract.skips_out_of_range else "slots outside: not taken"
+        return [*cells, "none", contract.strides, "none", outside, "not read"]
+    lse = f"base {contract.lse_base}, [{', '.join(contract.lse_layout)}]" if contract.returns_lse else "no"
+    empty = {"zero": "out 0", "any": "out unread"}[contract.empty_out]
+    if contract.returns_lse:
+        empty += ", LSE unread" if contract.empty_lse == "any" else f", LSE {contract.empty_lse}"
+    tail = "finite" if contract.finite_tail else "any"
+    return [*cells, numbers(contract.num_heads), contract.strides, lse, empty, tail]
 
 
 def rounding() -> str:
     """Each kernel's facts by dtype, and below them the sources, numbered."""
     rows, sources = [], list[str]()
-    for name in kernel_names():
+    for name in KERNELS:
         contract = load_kernel(name).contract
         for dtype in contract.dtypes:
             facts = contract.facts(dtype)

@@ -1,28 +1,70 @@
-"""The kernels under test, in one visible table. Nothing is imported until a kernel is asked for."""
+"""The kernels under test, in one visible table, and those of other packages. None is imported until it is asked for."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from functools import lru_cache
 
 from mla_verify.errors import UsageError, did_you_mean
-from mla_verify.kernels.contract import Kernel
+from mla_verify.kernels.contract import Contract, Kernel, KernelBase, RoundingFacts, mla_kernel
+
+__all__ = ["Contract", "Kernel", "KernelBase", "RoundingFacts", "kernel_names", "load_kernel", "mla_kernel"]
 
 # name -> "module:class". A class takes no arguments.
 KERNELS: dict[str, str] = {
     "torch-absorbed": "mla_verify.kernels.torch_sdpa:TorchAbsorbed",
     "torch-mha": "mla_verify.kernels.torch_sdpa:TorchMHA",
+    "triton-decode": "mla_verify.kernels.triton_mla:TritonDecode",
+    "triton-prefill": "mla_verify.kernels.triton_mla:TritonPrefill",
+    "triton-cache-write": "mla_verify.kernels.triton_mla:TritonCacheWrite",
+    "triton-write-decode": "mla_verify.kernels.triton_mla:TritonWriteDecode",
+    "sglang-decode": "mla_verify.kernels.sglang:SGLangDecode",
+    "sglang-extend": "mla_verify.kernels.sglang:SGLangExtend",
+    "sglang-set-mla-kv-buffer": "mla_verify.kernels.sglang:SGLangSetMLAKVBuffer",
+    "sglang-write-decode": "mla_verify.kernels.sglang:SGLangWriteDecode",
 }
+# Where other packages register theirs: in their pyproject.toml, [project.entry-points."mla_verify.kernels"].
+ENTRY_POINTS = "mla_verify.kernels"
 
 
 def kernel_names() -> tuple[str, ...]:
-    return tuple(KERNELS)
+    """Ours, then those of installed packages. Raises UsageError when two have one name."""
+    return (*KERNELS, *_registered())
 
 
 def load_kernel(name: str) -> Kernel:
-    """The kernel of this name. Raises UsageError for an unknown one."""
-    if name not in KERNELS:
-        hint = did_you_mean(name, KERNELS, "mla-verify list kernels shows what there is")
-        raise UsageError(f"unknown kernel {name!r}", hint)
-    module, _, attribute = KERNELS[name].partition(":")
-    kernel: Kernel = getattr(importlib.import_module(module), attribute)()
-    return kernel
+    """The kernel of this name, or of this "path/to/file.py:function".
+
+    Raises UsageError for an unknown name, a file that does not run, and what is no kernel.
+    """
+    from mla_verify.kernels.loading import as_kernel, is_file_kernel, load_file_kernel
+
+    if is_file_kernel(name):
+        return load_file_kernel(name)
+    if name in KERNELS:
+        module, _, attribute = KERNELS[name].partition(":")
+        kernel: Kernel = getattr(importlib.import_module(module), attribute)()
+        return kernel
+    registered = _registered()
+    if name in registered:
+        return as_kernel(name, registered[name])
+    hint = did_you_mean(name, kernel_names(), "mla-verify list kernels shows what there is")
+    raise UsageError(f"unknown kernel {name!r}", f"{hint}; your own: path/to/file.py:function")
+
+
+@lru_cache
+def _registered() -> Mapping[str, str]:
+    """Entry points: name -> "module:object"."""
+    from importlib.metadata import entry_points
+
+    found: dict[str, str] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        other = "mla-verify itself" if point.name in KERNELS else found.get(point.name)
+        if other not in (None, point.value):
+            raise UsageError(
+                f"two kernels of one name: {point.name!r} is {point.value} and also of {other}",
+                f"rename one in its package's entry points, group {ENTRY_POINTS}, or uninstall a package",
+            )
+        found[point.name] = point.value
+    return found

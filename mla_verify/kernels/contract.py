@@ -1,17 +1,24 @@
 """What a kernel declares: what it takes, what it returns, and which roundings its arithmetic makes.
 
-Nothing here imports torch, so that contracts can be listed in an instant.
+Nothing here imports torch, so that contracts can be listed in an instant. Defaults claim the most and excuse the least:
+who declares nothing is held to everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+
+from mla_verify.cases import FORM_PHASES, FORMS
+from mla_verify.errors import UsageError, did_you_mean
+from mla_verify.formats import DTYPES
 
 if TYPE_CHECKING:
     from mla_verify.cases import CaseSpec
     from mla_verify.tensors import MLAInputs, MLAOutput
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -33,16 +40,93 @@ class RoundingFacts:
     sources: tuple[str, ...] = ()
 
 
+def exact_facts(dtype: str) -> RoundingFacts:
+    """fp32 arithmetic whose result is rounded once: nothing excused but what every kernel must do."""
+    return RoundingFacts(out_dtype=dtype)
+
+
+LSEBase = Literal["e", "2"]
+LSELayout = Literal["TH", "HT"]
+EmptyOut = Literal["zero", "any"]
+EmptyLSE = Literal["-inf", "+inf", "any"]
+Strides = Literal["any", "contiguous"]
+
+
 @dataclass(frozen=True)
 class Contract:
-    """What a kernel claims. A claim that no case decides leaves the run inconclusive."""
+    """What a kernel claims. A claim that no case decides leaves the run inconclusive.
 
-    form: Literal["absorbed", "mha"]
-    dtypes: tuple[str, ...]
-    phases: tuple[str, ...]
-    facts: Callable[[str], RoundingFacts]  # by case dtype
-    returns_lse: bool = False  # natural log, [T, H] float32
+    Raises UsageError for a value that no case or check knows.
+    """
+
+    form: Literal["absorbed", "mha", "write"] = "absorbed"
+    dtypes: tuple[str, ...] = DTYPES
+    phases: tuple[str, ...] = ()  # empty: all phases of the form
+    facts: Callable[[str], RoundingFacts] = exact_facts  # by case dtype
+    returns_lse: bool = False
+    lse_base: LSEBase = "e"
+    lse_layout: LSELayout = "TH"  # [T, H] or [H, T]
+    # What a query that sees no key gets. "any": nobody reads it, so that it may hold anything.
+    empty_out: EmptyOut = "zero"
+    empty_lse: EmptyLSE = "-inf"
     page_sizes: tuple[int, ...] | None = None  # None: any
+    num_heads: tuple[int, ...] | None = None  # None: any
+    strides: Strides = "any"  # "contiguous": takes no views of fused tensors
+    # Whether slots after a request's last key must hold finite values. They then hold huge ones instead of NaN.
+    finite_tail: bool = False
+    # Cache writes: whether a token whose slot is negative or past the end is left out.
+    skips_out_of_range: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.phases and self.form in FORM_PHASES:
+            object.__setattr__(self, "phases", FORM_PHASES[self.form])
+        for field, values, known in (
+            ("form", (self.form,), FORMS),
+            ("dtypes", self.dtypes, DTYPES),
+            ("phases", self.phases, FORM_PHASES.get(self.form, ())),
+            ("lse_base", (self.lse_base,), get_args(LSEBase)),
+            ("lse_layout", (self.lse_layout,), get_args(LSELayout)),
+            ("empty_out", (self.empty_out,), get_args(EmptyOut)),
+            ("empty_lse", (self.empty_lse,), get_args(EmptyLSE)),
+            ("strides", (self.strides,), get_args(Strides)),
+        ):
+            if not isinstance(values, tuple | list) or not values:
+                raise UsageError(f"contract: {field} is {values!r}", f"a tuple of one or more of {', '.join(known)}")
+            for value in values:
+                if value not in known:
+                    hint = did_you_mean(str(value), known, f"known: {', '.join(known)}")
+                    raise UsageError(f"contract: {field} has {value!r}", hint)
+        if not callable(self.facts):
+            raise UsageError(
+                f"contract: facts is {type(self.facts).__name__}",
+                "a function from the case's dtype to RoundingFacts, e.g. lambda dtype: RoundingFacts(dtype)",
+            )
+
+    def why_not(self, spec: CaseSpec) -> str | None:
+        """Why a case of this form is outside the contract, or None."""
+        if spec.page_size and self.page_sizes is not None and spec.page_size not in self.page_sizes:
+            return f"page size {spec.page_size} is not among {', '.join(map(str, self.page_sizes))}"
+        if self.num_heads is not None and spec.num_heads not in self.num_heads:
+            return f"{spec.num_heads} heads: not among {', '.join(map(str, self.num_heads))}"
+        if spec.layout == "fused" and self.strides == "contiguous":
+            return "the tensors are views of fused ones, and the contract asks for contiguous ones"
+        if spec.regime == "outside" and not self.skips_out_of_range:
+            return "slots outside the cache: the contract does not claim that their tokens are left out"
+        return None
+
+
+def mla_kernel(contract: Contract) -> Callable[[_F], _F]:
+    """Declare a function's contract, for `--kernel file.py:function`.
+
+    The function takes (inputs, out): AbsorbedInputs, MHAInputs or WriteInputs by the contract's form, and MLAOutput
+    buffers to write into; it returns an MLAOutput, which may hold those buffers.
+    """
+
+    def declare(function: _F) -> _F:
+        function.contract = contract  # type: ignore[attr-defined]
+        return function
+
+    return declare
 
 
 class Kernel(Protocol):
@@ -51,17 +135,57 @@ class Kernel(Protocol):
     name: str
     contract: Contract
 
+    def missing(self) -> str | None:
+        """The library that is not installed and how to get it, or None. Must be quick: nothing is imported."""
+
+    def own_process(self, device: str) -> Mapping[str, str] | None:
+        """Environment variables of the process that this kernel needs for itself; None: it runs in the tool's own.
+
+        Kernels that ask for the same variables share a process. All methods below are then called there.
+        """
+
     def why_unavailable(self, device: str) -> str | None:
         """Why this kernel cannot run here at all on "cpu" or "cuda", or None."""
 
-    def why_not(self, spec: CaseSpec) -> str | None:
-        """Why this kernel cannot take this case, or None."""
+    def why_not_dtype(self, dtype: str, device: str) -> str | None:
+        """Why no case of a dtype of the contract can run on this device, or None."""
+
+    def why_not(self, spec: CaseSpec, device: str) -> str | None:
+        """Why this kernel cannot take this case of its contract, or None."""
 
     def version(self) -> str:
-        """The library that provides it and its version, e.g. "torch 2.13.0"."""
+        """The library that provides it and its version, e.g. "torch 2.13.0". Asked in the tool's own process."""
 
     def run(self, inputs: MLAInputs, out: MLAOutput) -> MLAOutput:
-        """Run on `inputs`. Write into `out` (NaN before the call) and return it, or return tensors of its own."""
+        """Run on `inputs`. Write into `out` (NaN before the call) and return it, or return tensors of its own.
+
+        A cache write has the cache in `out.out`, and writes there.
+        """
 
     def ran(self) -> str:
         """What the last `run` really executed."""
+
+
+class KernelBase:
+    """The answers of a kernel that needs nothing special."""
+
+    def missing(self) -> str | None:
+        return None
+
+    def own_process(self, device: str) -> Mapping[str, str] | None:
+        return None
+
+    def why_unavailable(self, device: str) -> str | None:
+        return None
+
+    def why_not_dtype(self, dtype: str, device: str) -> str | None:
+        return None
+
+    def why_not(self, spec: CaseSpec, device: str) -> str | None:
+        return None
+
+    def version(self) -> str:
+        return type(self).__module__
+
+    def ran(self) -> str:
+        return type(self).__qualname__

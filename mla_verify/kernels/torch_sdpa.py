@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mla_verify.cases import PHASES
 from mla_verify.formats import DTYPES
-from mla_verify.kernels.contract import Contract, RoundingFacts
+from mla_verify.kernels.contract import Contract, KernelBase, RoundingFacts
 
 if TYPE_CHECKING:
     import torch
 
-    from mla_verify.cases import CaseSpec
     from mla_verify.tensors import AbsorbedInputs, MHAInputs, MLAOutput
 
 
@@ -35,15 +33,9 @@ def _facts(dtype: str) -> RoundingFacts:
     )
 
 
-class _TorchSDPA:
+class _TorchSDPA(KernelBase):
     name: str
     contract: Contract
-
-    def why_unavailable(self, device: str) -> str | None:
-        return None  # torch is a dependency, and config.py has made sure of the device
-
-    def why_not(self, spec: CaseSpec) -> str | None:
-        return None
 
     def version(self) -> str:
         import torch
@@ -58,7 +50,7 @@ class _TorchSDPA:
 
 class TorchAbsorbed(_TorchSDPA):
     name = "torch-absorbed"
-    contract = Contract(form="absorbed", dtypes=DTYPES, phases=PHASES, facts=_facts)
+    contract = Contract(form="absorbed", dtypes=DTYPES, facts=_facts)
 
     def run(self, inputs: AbsorbedInputs, out: MLAOutput) -> MLAOutput:
         import torch
@@ -86,7 +78,7 @@ class TorchAbsorbed(_TorchSDPA):
 
 class TorchMHA(_TorchSDPA):
     name = "torch-mha"
-    contract = Contract(form="mha", dtypes=DTYPES, phases=PHASES, facts=_facts)
+    contract = Contract(form="mha", dtypes=DTYPES, facts=_facts)
 
     def run(self, inputs: MHAInputs, out: MLAOutput) -> MLAOutput:
         for request in range(inputs.num_requests):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mla_verify.report.text import failed_checks, worst_of
+from mla_verify.report.text import failure_lines, worst_of
 from mla_verify.results import CaseResult, RunReport, Verdict
 
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MAX_BLOCKS = 20  # failures shown in full: enough to see a pattern, and the table and the decision stay in sight
-_TRACEBACK_LINES = 6  # of a failure's traceback; the JSON report has all of it
 _STYLES = {"pass": "bold green", "wrong": "bold red", "inconclusive": "bold yellow", "interrupted": "bold yellow"}
 
 
@@ -23,13 +22,13 @@ def print_report(report: RunReport, console: Console) -> None:
     wrong = [result for result in report.results if result.verdict.wrong]
     for result in wrong[:MAX_BLOCKS]:
         _line(console, f"{result.verdict.value}  {result.kernel}  {result.case}", style="bold red")
-        _lines(console, [*_block(result), ""])
+        _lines(console, [*failure_lines(result), ""])
     if len(wrong) > MAX_BLOCKS:
         _lines(
             console, [f"... and {len(wrong) - MAX_BLOCKS} more that are wrong: see the table, or --json for all", ""]
         )
     _lines(console, _not_decided(report.results))
-    console.print(_table(report))
+    _print_table(console, _table(report))
     _lines(console, _worst_lines(report))
     decided = sum(result.verdict.decided for result in report.results)
     headline = f"{report.decision.upper()}: {decided} of {len(report.plan)} planned cases decided, {len(wrong)} wrong"
@@ -45,18 +44,6 @@ def _line(console: Console, text: str, style: str = "") -> None:
 def _lines(console: Console, lines: Sequence[str]) -> None:
     for line in lines:
         _line(console, line)
-
-
-def _block(result: CaseResult) -> list[str]:
-    lines = [f"  claim   {result.claim}"] if result.claim else []
-    # The checks say all that the reason of a FAIL sums up.
-    lines += [f"  {line}" for line in failed_checks(result)] or [f"  reason  {result.reason}"]
-    trace = result.traceback.rstrip().splitlines()
-    if len(trace) > _TRACEBACK_LINES:
-        lines.append("    ...")
-    lines += [f"    {line}" for line in trace[-_TRACEBACK_LINES:]]
-    lines += [f"  ran     {result.ran}"] if result.ran else []
-    return [*lines, f"  repeat  {result.repeat}"]
 
 
 def _not_decided(results: Sequence[CaseResult]) -> list[str]:
@@ -79,7 +66,7 @@ def _table(report: RunReport) -> Table:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("kernel", overflow="fold")
+    table.add_column("kernel", no_wrap=True)
     for heading in ("planned", "decided", "passed", "failed", "unsupported", "worst z"):
         table.add_column(heading, justify="right", no_wrap=True)
     for kernel in dict.fromkeys(planned.kernel for planned in report.plan):
@@ -96,6 +83,15 @@ def _table(report: RunReport) -> Table:
             f"{abs(worst[2].z):.3g}" if worst else "-",
         )
     return table
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """As wide as its names need, like all that is printed here: a path broken in two cannot be copied."""
+    from rich.measure import Measurement
+
+    needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
 
 
 def _worst_lines(report: RunReport) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from mla_verify.calls import availability
 from mla_verify.dims import ODD_HEADS, PRESETS
 from mla_verify.kernels import kernel_names, load_kernel
-from mla_verify.plan import Plan, why_unavailable
+from mla_verify.plan import Plan
 from mla_verify.report.text import columns
 from mla_verify.suites import SUITES, suite_cases
 
@@ -39,15 +40,17 @@ def list_kernels(device: str) -> str:
     blocks = []
     for name in kernel_names():
         kernel = load_kernel(name)
-        contract, why = kernel.contract, why_unavailable(kernel, device)
+        contract, found = kernel.contract, availability(kernel, device)
+        why = found.why_not
         sizes = "any" if contract.page_sizes is None else " ".join(map(str, contract.page_sizes))
         state = f"available on {device}, {kernel.version()}" if why is None else f"unavailable on {device}: {why}"
         facts = [
             ("form", contract.form),
             ("dtypes", " ".join(contract.dtypes)),
             ("phases", " ".join(contract.phases)),
-            ("LSE", "returned" if contract.returns_lse else "not returned"),
-            *([("pages", sizes)] if contract.form == "absorbed" else []),
+            *([("LSE", "returned" if contract.returns_lse else "not returned")] if contract.form != "write" else []),
+            *([("pages", sizes)] if contract.form != "mha" else []),
+            *((f"not {dtype}", why) for dtype, why in found.dtypes.items()),
         ]
         blocks.append("\n".join([f"{name}  {state}", *(f"  {line}" for line in columns(facts).splitlines())]))
     return "\n\n".join(blocks)

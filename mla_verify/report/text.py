@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from mla_verify.results import CaseResult, Location
 
+_TRACEBACK_LINES = 6  # of a failure's traceback; the JSON report has all of it
+
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     """Rows of cells as aligned text. `right`: the columns that are aligned to the right."""
@@ -19,6 +21,26 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def failure_lines(result: CaseResult) -> list[str]:
+    """What the terminal shows of a wrong result, below the line that names it."""
+    lines = [f"  claim   {result.claim}"] if result.claim else []
+    # The checks say all that the reason of a FAIL sums up.
+    lines += [f"  {line}" for line in failed_checks(result)] or [f"  reason  {result.reason}"]
+    lines += [f"    {line}" for line in _short(result.traceback.rstrip().splitlines())]
+    lines += [f"  ran     {result.ran}"] if result.ran else []
+    return lines + ([f"  repeat  {result.repeat}"] if result.repeat else [])
+
+
+def _short(trace: list[str]) -> list[str]:
+    """The innermost calls of a traceback; they stand first in what a fault handler writes."""
+    if len(trace) <= _TRACEBACK_LINES:
+        return trace
+    fatal = [i for i, line in enumerate(trace) if line.startswith("Fatal Python error")]
+    if fatal:
+        return [*trace[fatal[0] : fatal[0] + _TRACEBACK_LINES], "..."]
+    return ["...", *trace[-_TRACEBACK_LINES:]]
 
 
 def failed_checks(result: CaseResult) -> list[str]:

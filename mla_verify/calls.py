@@ -1,0 +1,123 @@
+"""What the tool asks of a kernel, answered in the kernel's own process: the tool's, or a worker's (workers.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from mla_verify.cases import CaseSpec
+from mla_verify.kernels import load_kernel
+from mla_verify.kernels.contract import Kernel
+from mla_verify.workers import WorkerDiedError, ask
+
+if TYPE_CHECKING:
+    from mla_verify.execute import Execution
+    from mla_verify.tensors import MLAInputs
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Why a kernel cannot run on a device at all, and of which dtypes it can run no case there."""
+
+    why_not: str | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)  # dtype -> why not
+
+
+@dataclass(frozen=True)
+class Job:
+    """One case, as a value that any process can make the inputs of."""
+
+    spec: CaseSpec | None  # None: the case of `inputs_file`
+    inputs_file: Path | None
+    dtype: str
+    device: str
+    layout: str
+
+    def inputs(self) -> MLAInputs:
+        """In the split layout: kernels get private copies in their own."""
+        if self.spec is not None:
+            from dataclasses import replace
+
+            from mla_verify.inputs import make_inputs
+
+            return make_inputs(replace(self.spec, layout="split"), self.device)
+        from mla_verify.inputs import move
+        from mla_verify.inputs_file import read_inputs_file
+
+        assert self.inputs_file is not None
+        return move(read_inputs_file(self.inputs_file).load(), self.device)
+
+
+def availability(kernel: Kernel, device: str) -> Availability:
+    """The kernel's own answers. One whose library breaks on import is unavailable: it must not cost the others' run."""
+    missing = kernel.missing()
+    if missing:
+        return Availability(missing)
+    try:
+        return _in_its_process(kernel, device, _availability, device)
+    except WorkerDiedError as death:
+        return Availability(f"asking whether it is available ended its process: {death.how}")
+
+
+def _availability(kernel: Kernel, device: str) -> Availability:
+    try:
+        why_not = kernel.why_unavailable(device)
+        if why_not:
+            return Availability(why_not)
+        reasons = {dtype: kernel.why_not_dtype(dtype, device) for dtype in kernel.contract.dtypes}
+        return Availability(None, {dtype: why for dtype, why in reasons.items() if why})
+    except Exception as error:
+        return Availability(f"asking whether it is available raised {type(error).__name__}: {error}")
+
+
+def why_not(kernel: Kernel, spec: CaseSpec, device: str) -> str | None:
+    """The kernel's own reason not to take a case of its contract. Raises what it raises."""
+    return _in_its_process(kernel, device, _why_not, spec, device)
+
+
+def _why_not(kernel: Kernel, spec: CaseSpec, device: str) -> str | None:
+    return kernel.why_not(spec, device)
+
+
+def execute_job(kernel: Kernel, job: Job, inputs: MLAInputs) -> Execution:
+    """Run the kernel on the job's case; `inputs` are that case's in this process, in the split layout."""
+    from mla_verify.execute import Execution, execute
+    from mla_verify.results import Verdict
+
+    if kernel.own_process(job.device) is None:
+        return execute(kernel, inputs, job.dtype, job.layout)
+    try:
+        return _in_its_process(kernel, job.device, _execute, job)
+    except WorkerDiedError as death:
+        return Execution(verdict=Verdict.CRASH, reason=f"the kernel's process ended: {death.how}", traceback=death.log)
+
+
+def _execute(kernel: Kernel, job: Job) -> Execution:
+    from mla_verify.execute import execute
+
+    return execute(kernel, _inputs(job), job.dtype, job.layout)
+
+
+@lru_cache(maxsize=1)  # kernels of one case follow each other
+def _inputs(job: Job) -> MLAInputs:
+    return job.inputs()
+
+
+def _in_its_process(kernel: Kernel, device: str, function: Callable[..., _T], *args: object) -> _T:
+    environment = kernel.own_process(device)
+    if environment is None:
+        return function(kernel, *args)
+    answer: _T = ask(environment, _by_name, function, kernel.name, args)
+    return answer
+
+
+_kernel = lru_cache(load_kernel)
+
+
+def _by_name(function: Callable[..., _T], name: str, args: tuple[object, ...]) -> _T:
+    return function(_kernel(name), *args)

@@ -1,0 +1,45 @@
+"""A kernel's conventions -> ours: LSE base and layout, and what it gives a query that sees no key."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mla_verify.kernels.contract import Contract
+from mla_verify.tensors import AttentionInputs, MLAInputs, MLAOutput, WriteInputs
+
+
+def visible_keys(inputs: AttentionInputs) -> Tensor:
+    """How many keys each query sees, [T] int64."""
+    q_lens = inputs.qo_indptr.diff().long()
+    kv_lens = inputs.kv_lens.long()
+    per_token = kv_lens.repeat_interleave(q_lens)
+    if not inputs.causal:
+        return per_token
+    first = inputs.qo_indptr[:-1].long().repeat_interleave(q_lens)
+    position = torch.arange(len(per_token), device=inputs.device) - first
+    return (per_token - q_lens.repeat_interleave(q_lens) + position + 1).clamp_min(0)
+
+
+def to_natural(actual: MLAOutput, contract: Contract, inputs: MLAInputs) -> MLAOutput:
+    """The result as MLAOutput documents it. Its shapes have been checked; an LSE in base 2 becomes float64."""
+    if isinstance(inputs, WriteInputs):
+        return actual
+    out, lse = actual.out, actual.lse
+    empty = visible_keys(inputs) == 0
+    if contract.empty_out == "any" and bool(empty.any()):
+        out = out.clone()
+        out[empty] = 0.0
+    if lse is not None:
+        lse = lse.T if contract.lse_layout == "HT" else lse
+        lse = lse.double() * math.log(2) if contract.lse_base == "2" else lse
+        if bool(empty.any()):
+            lse = lse.clone()
+            # Where +inf is declared, -inf is wrong, and stays so.
+            lse[empty] = -lse[empty] if contract.empty_lse == "+inf" else lse[empty]
+            if contract.empty_lse == "any":
+                lse[empty] = -math.inf
+    return replace(actual, out=out, lse=lse)

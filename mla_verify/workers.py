@@ -1,0 +1,141 @@
+"""Processes that kernels run in: one for each set of environment variables that a library wants before it is imported.
+
+A worker that dies costs the question that it was asked, and nothing else; the next one gets a new worker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, Pipe
+from typing import IO, Any, TypeVar
+
+_T = TypeVar("_T")
+_LOG_TAIL = 4000  # characters of what a dead worker wrote last
+# Finds modules where we find them, whatever the current folder holds.
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from mla_verify.workers import main; main()"
+
+_workers: dict[frozenset[tuple[str, str]], _Worker] = {}
+
+
+class WorkerDiedError(Exception):
+    """The worker ended instead of answering. how: "killed by SIGSEGV", "exit code 3"; log: what it wrote last."""
+
+    def __init__(self, how: str, log: str) -> None:
+        super().__init__(how)
+        self.how = how
+        self.log = log
+
+
+def ask(environment: Mapping[str, str], function: Callable[..., _T], *args: object) -> _T:
+    """`function(*args)` in the worker with these variables, started if need be.
+
+    What it prints is repeated on our stderr, what it raises is raised here. Raises WorkerDiedError when it ends.
+    """
+    key = frozenset(environment.items())
+    worker = _workers.get(key) or _workers.setdefault(key, _Worker(environment))
+    try:
+        raised, answer = worker.ask(function, args)
+    except BaseException:
+        # Dead, or interrupted while it works on an answer that nobody waits for.
+        _workers.pop(key).kill()
+        raise
+    if raised:
+        raise answer
+    return answer  # type: ignore[no-any-return]
+
+
+def close_workers() -> None:
+    """End all workers; the next question starts new ones."""
+    while _workers:
+        _workers.popitem()[1].kill()
+
+
+atexit.register(close_workers)
+
+
+class _Worker:
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._connection, theirs = Pipe()
+        # Appended to, since both ends share the file's position.
+        self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())],
+            env={**os.environ, **environment},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,  # Ctrl-C is for us, and we end it
+        )
+        theirs.close()
+
+    def ask(self, function: Callable[..., Any], args: tuple[object, ...]) -> tuple[bool, Any]:
+        """Whether it raised, and what it raised or returned."""
+        shown = os.fstat(self._log.fileno()).st_size
+        try:
+            self._connection.send_bytes(pickle.dumps((function, args)))
+            raised, answer = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            raise WorkerDiedError(self._how(), self._last_words(shown)) from None
+        sys.stderr.write(self._written(shown))
+        return raised, answer
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+        self._log.close()
+
+    def _how(self) -> str:
+        code = self._process.wait()
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _last_words(self, start: int) -> str:
+        """The end of what it wrote; of a fault handler's report the innermost calls, which come first."""
+        text = self._written(start).partition("\nExtension modules:")[0]
+        before, mark, report = text.rpartition("Fatal Python error:")
+        return (before[-_LOG_TAIL:] + mark + report[:_LOG_TAIL]) if mark else text[-_LOG_TAIL:]
+
+    def _written(self, start: int) -> str:
+        self._log.seek(start)
+        return self._log.read().decode(errors="replace")
+
+
+def main() -> None:
+    """The worker: answers questions until its other end is closed."""
+    import faulthandler
+
+    faulthandler.enable()
+    connection = Connection(int(sys.argv[2]))
+    while True:
+        try:
+            question = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, args = pickle.loads(question)
+            answer = (False, function(*args))
+        except Exception as error:
+            answer = (True, error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(_pickled(answer))
+
+
+def _pickled(answer: tuple[bool, Any]) -> bytes:
+    try:
+        text = pickle.dumps(answer)
+        pickle.loads(text)  # an exception with arguments of its own may well pickle, and not come back
+        return text
+    except Exception:
+        if not answer[0]:
+            raise
+        return pickle.dumps((True, RuntimeError(f"{type(answer[1]).__name__}: {answer[1]}")))
