@@ -1,7 +1,6 @@
 """A kernel of your own under mla-verify: copy this file, put your kernel in, say what it claims.
 
-    mla-verify kernels --kernel examples/my_kernel.py:my_decode
-    mla-verify kernels --kernel examples/my_kernel.py:my_cache_write
+mla-verify kernels --kernel examples/my_kernel.py:my_decode --kernel examples/my_kernel.py:my_cache_write
 """
 
 from __future__ import annotations

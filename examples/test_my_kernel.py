@@ -1,9 +1,8 @@
-"""The kernel of my_kernel.py in pytest: `pytest examples`. One test for each case of the suite that the contract takes."""
+"""The kernel of my_kernel.py in pytest: one test for each case of the suite that the contract takes."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
 from examples.my_kernel import CONTRACT, my_decode
 from mla_verify.tensors import output_buffers

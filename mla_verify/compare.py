@@ -32,8 +32,8 @@ def wrong_shape(actual: MLAOutput, inputs: MLAInputs, dtype: str, contract: Cont
         num_tokens, num_heads = inputs.queries.shape[:2]
         wanted = [("out", actual.out, (num_tokens, num_heads, inputs.v_dim), torch_dtype)]
         if contract.returns_lse:
-            shape = (num_tokens, num_heads) if contract.lse_layout == "TH" else (num_heads, num_tokens)
-            wanted.append(("lse", actual.lse, shape, torch.float32))
+            rows = (num_tokens, num_heads) if contract.lse_layout == "TH" else (num_heads, num_tokens)
+            wanted.append(("lse", actual.lse, rows, torch.float32))
     if actual.lse is not None and not contract.returns_lse:
         return "lse was returned, but the contract says that there is none"
     for name, tensor, shape, needed_dtype in wanted:

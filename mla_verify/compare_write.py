@@ -1,7 +1,7 @@
 """The cache after a write against what it must hold, bit for bit: a copy has no rounding to excuse.
 
 Checks, each a number of rows of which none is allowed:
-    latent      written rows whose latent part is not what any of their tokens brought
+    latent      written rows with an element of the latent part that none of their tokens brought
     rope        the same of the rope part
     other_rows  rows that no token was meant for, and that changed
 """
@@ -21,8 +21,8 @@ _SHOWN = 4  # slots named in a message
 def compare_cache(actual: Tensor, inputs: WriteInputs) -> Comparison:
     """`actual` [num_pages, page_size, R + P] against the cache that the inputs ask for.
 
-    A slot that several tokens have may hold any one's latent and any one's rope part: which one writes last is not
-    defined. A token whose slot is negative or past the end must leave no trace.
+    An element of a slot that several tokens have may be any one's: programs write it at once, and which one's store
+    comes last is not defined, element by element. A token whose slot is negative or past the end must leave no trace.
     """
     before, after = rows_of(inputs.kv_cache), rows_of(actual)
     tokens = torch.arange(len(inputs.slots), device=before.device)
@@ -34,9 +34,10 @@ def compare_cache(actual: Tensor, inputs: WriteInputs) -> Comparison:
     parts = {"latent": (inputs.ckv, slice(0, latent)), "rope": (inputs.kpe, slice(latent, None))}
     checks, first_wrong = [], []
     for name, (rows, columns) in parts.items():
-        good = torch.zeros_like(written)
-        good[slots[(after[slots, columns] == rows_of(rows)[tokens]).all(-1)]] = True
-        wrong = written & ~good
+        same = after[slots, columns] == rows_of(rows)[tokens]
+        good = torch.zeros(len(before), same.shape[1], dtype=torch.int32, device=before.device)
+        good.index_add_(0, slots, same.int())
+        wrong = written & (good == 0).any(-1)
         held = " and still hold what was there before" if _all_equal(after, before, wrong, columns) else ""
         checks.append(_check(name, wrong, int(written.sum()), f"written rows have a wrong {name} part{held}"))
         first_wrong += [int(token) for slot, token in zip(slots.tolist(), tokens, strict=True) if wrong[slot]][:1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -62,7 +63,8 @@ def execute(kernel: Kernel, inputs: MLAInputs, dtype: str, layout: str = "split"
 
 def private_copy(inputs: MLAInputs, contract: Contract, layout: str) -> MLAInputs:
     """What this kernel is given: a copy in the case's layout, with the poison that its contract allows."""
-    copy = replace(inputs, **{name: tensor.clone() for name, tensor in inputs.named_tensors().items()})
+    clones: dict[str, Any] = {name: tensor.clone() for name, tensor in inputs.named_tensors().items()}
+    copy = replace(inputs, **clones)
     if contract.finite_tail and isinstance(copy, AbsorbedInputs):
         copy = poison_unreferenced(copy, HUGE)
     return fuse(copy) if layout == "fused" else copy

@@ -96,6 +96,7 @@ _SMOKE: tuple[tuple[str, str, str], ...] = (
     (f"mixed-absorbed-h16-{_EMPTIES}-p64-DT-normal-s0", "fp32 fp16 bf16", _EMPTY),
     ("mixed-absorbed-h8-2xq1.kv0-p64-DT-normal-s0", "bf16", "a batch without any key is all 0, LSE -inf"),
     ("mixed-absorbed-h16-q5.kv100+q1.kv33-p16-DT-normal-full-s0", "fp16", _FULL),
+    ("mixed-mha-h16-q5.kv100+q1.kv33-ragged-DT-normal-full-s0", "fp16", _FULL),
     ("decode-mha-h16-q1.kv1000+q1.kv65-ragged-DT-needle-s0", "bf16", _NEEDLE),
     ("spec-mha-h16-q3.kv131+q3.kv64-ragged-DT-needle-s0", "fp16", _SPEC.format(q=3)),
     ("prefill-mha-h16-q130.kv130+q33.kv33-ragged-DT-normal-s0", "fp32 fp16 bf16", _PREFILL),

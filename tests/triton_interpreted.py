@@ -1,4 +1,4 @@
-"""Runs our Triton kernels in Triton's interpreter, for tests/test_triton_kernels.py: `python -m tests.triton_interpreted FILE`.
+"""Runs our Triton kernels in the interpreter, for test_triton_kernels.py: `python -m tests.triton_interpreted FILE`.
 
 A process of its own: TRITON_INTERPRET counts when triton is imported. It saves what the kernels returned; the tests,
 which import no triton, make the same inputs again and judge.

@@ -21,6 +21,7 @@ KERNELS: dict[str, str] = {
     "triton-write-decode": "mla_verify.kernels.triton_mla:TritonWriteDecode",
     "sglang-decode": "mla_verify.kernels.sglang:SGLangDecode",
     "sglang-extend": "mla_verify.kernels.sglang:SGLangExtend",
+    "sglang-extend-mha": "mla_verify.kernels.sglang:SGLangExtendMHA",
     "sglang-set-mla-kv-buffer": "mla_verify.kernels.sglang:SGLangSetMLAKVBuffer",
     "sglang-write-decode": "mla_verify.kernels.sglang:SGLangWriteDecode",
 }

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from mla_verify.cases import CaseSpec
 from mla_verify.kernels.contract import KernelBase
 
-ENVIRONMENT: Mapping[str, str] = {"TRITON_INTERPRET": "1"}
+# The interpreter's dots are many and small: on busy cores, OpenBLAS's threads make them several times slower.
+ENVIRONMENT: Mapping[str, str] = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
 # The interpreter takes milliseconds for what a GPU does in nanoseconds; larger cases belong on one.
 MAX_HEADS, MAX_KEYS = 16, 512
 
@@ -39,6 +40,26 @@ def too_large(spec: CaseSpec) -> str | None:
     if spec.form == "write" or (spec.num_heads <= MAX_HEADS and longest <= MAX_KEYS):
         return None
     return f"over {MAX_HEADS} heads or {MAX_KEYS} keys a request, which Triton's interpreter would take too long for"
+
+
+@lru_cache
+def no_scalar_mask() -> str | None:
+    """Why the interpreter of this process cannot store a block under one mask bit, as GPUs can, or None."""
+    import torch
+    import triton
+
+    from mla_verify.kernels.probe import scalar_mask
+
+    try:
+        block = torch.arange(16.0)
+        stored = scalar_mask(block)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+    else:
+        if torch.equal(stored, block):
+            return None
+        what = "it stores something else"
+    return f"the interpreter of triton {triton.__version__} cannot store a block under a scalar mask: {what}"
 
 
 @lru_cache

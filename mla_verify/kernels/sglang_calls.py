@@ -107,7 +107,7 @@ def extend(
         o_extend=out.out,
         k_buffer=k_buffer,
         v_buffer=v_buffer,
-        qo_indptr=_starts(new, q).long(),  # as SGLang has it; int32 offsets into q pass 2^31 at 30,000 tokens
+        qo_indptr=_starts(new, q).long(),  # as SGLang has it: offsets into q pass 2^31 at 30,000 tokens of 128 heads
         kv_indptr=_starts(prefixes, q),
         kv_indices=torch.cat(prefixes),
         custom_mask=None,

@@ -4,7 +4,8 @@ Shapes as in tensors.py: T tokens, H heads, R kv_lora_rank, P qk_rope_head_dim; 
 Latent and rope part are read apart, wherever their strides say they are: nothing is concatenated or copied.
 """
 
-# Compile-time constants are in capitals, as in Triton's own kernels; triton has no types.
+# Compile-time constants are in capitals, as in Triton's own kernels. A kernel's other parameters have no types: what
+# they are depends on the call.
 # ruff: noqa: N803
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -23,7 +24,7 @@ ROW_BLOCK = 32  # prefill: an accumulator of [32, 512] fp32 is 64 registers a th
 FP32_ROW_BLOCK = 16  # without tensor cores the operands are in registers too, and 32 rows spill
 KEY_TILE = 32  # in fp32, 576 numbers of each of 32 keys are 72 KiB of shared memory
 MAX_SPLITS = 8
-KEYS_PER_SPLIT = 64  # from the longest request; few, so that short requests are split and merged too
+KEYS_PER_SPLIT = 64  # of the longest request; few, so that short requests are split and merged too
 _WARPS = 8
 
 _LN2 = tl.constexpr(math.log(2.0))

@@ -70,7 +70,7 @@ class TritonDecode(_OurTriton):
         from mla_verify.kernels.triton_kernels import launch_decode
 
         num_splits = launch_decode(inputs, out)
-        self._what = f"decode, {num_splits} split{'s' * (num_splits != 1)}"
+        self._what = f"decode, {_splits(num_splits)}"
         return out
 
 
@@ -125,9 +125,13 @@ class TritonWriteDecode(_OurTriton):
         kv_lens = enumerate(inputs.kv_lens.tolist())
         slots = torch.cat([slots_of(inputs.page_table, b, page_size, kv_len) for b, kv_len in kv_lens])
         page, offset = slots // page_size, slots % page_size
-        pool = torch.full_like(inputs.ckv_cache.new_empty(num_pages * page_size, r + p), float("nan"))
+        pool = inputs.ckv_cache.new_full((num_pages * page_size, r + p), float("nan"))
         launch_cache_write(inputs.ckv_cache[page, offset], inputs.kpe_cache[page, offset], slots, pool)
         ckv_cache, kpe_cache = pool.view(num_pages, page_size, r + p).split([r, p], dim=-1)
         num_splits = launch_decode(replace(inputs, ckv_cache=ckv_cache, kpe_cache=kpe_cache), out)
-        self._what = f"cache write, decode, {num_splits} split{'s' * (num_splits != 1)}"
+        self._what = f"cache write, decode, {_splits(num_splits)}"
         return out
+
+
+def _splits(num_splits: int) -> str:
+    return f"{num_splits} split{'' if num_splits == 1 else 's'}"
