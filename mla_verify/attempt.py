@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mla_verify.calls import Job, execute_job, why_not
+from mla_verify.calls import Job, execute_job
 from mla_verify.judge import Judgement
 from mla_verify.plan import PlanEntry
 from mla_verify.results import CaseResult, Check, Verdict
@@ -26,14 +26,19 @@ class Attempt:
     facts: RoundingFacts | None = None
     checks: tuple[Check, ...] = ()  # of a fused case: its output against that of the split one
 
+    @property
+    def is_open(self) -> bool:
+        """Whether neither a verdict nor a reason for having none is there."""
+        return self.result.verdict is Verdict.NOT_RUN and not self.result.reason
+
 
 def settle(attempt: Attempt, verdict: Verdict, reason: str) -> None:
     """Give the attempt its verdict."""
     attempt.result = replace(attempt.result, verdict=verdict, reason=reason)
 
 
-def check_support(attempt: Attempt, device: str) -> None:
-    """UNSUPPORTED with the reason when the kernel cannot take the case."""
+def check_contract(attempt: Attempt) -> None:
+    """UNSUPPORTED with the reason when the case is outside the kernel's contract."""
     entry, contract = attempt.entry, attempt.entry.kernel.contract
     why = entry.unavailable
     if why is None and entry.dtype not in contract.dtypes:
@@ -41,13 +46,13 @@ def check_support(attempt: Attempt, device: str) -> None:
     if why is None and entry.phase not in contract.phases:
         why = f"phase {entry.phase} is not among {', '.join(contract.phases)}"
     if why is None and entry.spec is not None:
-        why = contract.why_not(entry.spec) or why_not(entry.kernel, entry.spec, device)
+        why = contract.why_not(entry.spec)
     if why is not None:
         settle(attempt, Verdict.UNSUPPORTED, why)
 
 
-def run_kernel(attempt: Attempt, job: Job, inputs: MLAInputs) -> None:
-    """Run it. Sets the output, or the verdict or reason why there is none."""
+def run_kernel(attempt: Attempt, job: Job, inputs: MLAInputs | None = None) -> None:
+    """Run it. Sets the output, or the verdict or reason why there is none. inputs: the job's, if they are there."""
     kernel = attempt.entry.kernel
     facts = kernel.contract.facts(attempt.entry.dtype)
     done = execute_job(kernel, job, inputs)
@@ -56,18 +61,17 @@ def run_kernel(attempt: Attempt, job: Job, inputs: MLAInputs) -> None:
         settle(attempt, done.verdict, done.reason)
     if done.output is None:
         return
-    attempt.output, attempt.facts = _on(done.output, inputs), facts
+    attempt.output, attempt.facts = _on(done.output, job.device), facts
     if job.layout == "fused":
         attempt.checks = _cat_free(attempt, job, inputs, done)
 
 
-def _on(output: MLAOutput, inputs: MLAInputs) -> MLAOutput:
+def _on(output: MLAOutput, device: str) -> MLAOutput:
     """A worker's output comes back on the CPU."""
-    lse = None if output.lse is None else output.lse.to(inputs.device)
-    return replace(output, out=output.out.to(inputs.device), lse=lse)
+    return replace(output, out=output.out.to(device), lse=None if output.lse is None else output.lse.to(device))
 
 
-def _cat_free(attempt: Attempt, job: Job, inputs: MLAInputs, fused: Execution) -> tuple[Check, ...]:
+def _cat_free(attempt: Attempt, job: Job, inputs: MLAInputs | None, fused: Execution) -> tuple[Check, ...]:
     """The same numbers as views of fused tensors and apart give the same bits: no place in memory may matter.
 
     Nothing where there is nothing to compare: the kernel failed on the split form, or does not even repeat itself.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -41,8 +41,6 @@ class Job:
     def inputs(self) -> MLAInputs:
         """In the split layout: kernels get private copies in their own."""
         if self.spec is not None:
-            from dataclasses import replace
-
             from mla_verify.inputs import make_inputs
 
             return make_inputs(replace(self.spec, layout="split"), self.device)
@@ -75,37 +73,37 @@ def _availability(kernel: Kernel, device: str) -> Availability:
         return Availability(f"asking whether it is available raised {type(error).__name__}: {error}")
 
 
-def why_not(kernel: Kernel, spec: CaseSpec, device: str) -> str | None:
-    """The kernel's own reason not to take a case of its contract. Raises what it raises."""
-    return _in_its_process(kernel, device, _why_not, spec, device)
-
-
-def _why_not(kernel: Kernel, spec: CaseSpec, device: str) -> str | None:
-    return kernel.why_not(spec, device)
-
-
-def execute_job(kernel: Kernel, job: Job, inputs: MLAInputs) -> Execution:
-    """Run the kernel on the job's case; `inputs` are that case's in this process, in the split layout."""
-    from mla_verify.execute import Execution, execute
+def execute_job(kernel: Kernel, job: Job, inputs: MLAInputs | None = None) -> Execution:
+    """Run the kernel on the job's case, in its process. inputs: the job's, if they are there already."""
+    from mla_verify.execute import Execution
     from mla_verify.results import Verdict
 
-    if kernel.own_process(job.device) is None:
-        return execute(kernel, inputs, job.dtype, job.layout)
+    if inputs is not None and kernel.own_process(job.device) is None:
+        return _execute(kernel, job, inputs)
     try:
         return _in_its_process(kernel, job.device, _execute, job)
     except WorkerDiedError as death:
         return Execution(verdict=Verdict.CRASH, reason=f"the kernel's process ended: {death.how}", traceback=death.log)
 
 
-def _execute(kernel: Kernel, job: Job) -> Execution:
-    from mla_verify.execute import execute
+def _execute(kernel: Kernel, job: Job, inputs: MLAInputs | None = None) -> Execution:
+    """UNSUPPORTED when the kernel will not take the case."""
+    from mla_verify.execute import Execution, execute
+    from mla_verify.results import Verdict
 
-    return execute(kernel, _inputs(job), job.dtype, job.layout)
+    why_not = kernel.why_not(job.spec, job.device) if job.spec else None
+    if why_not:
+        return Execution(verdict=Verdict.UNSUPPORTED, reason=why_not)
+    return execute(kernel, inputs or _inputs(job), job.dtype, job.layout)
 
 
-@lru_cache(maxsize=1)  # kernels of one case follow each other
-def _inputs(job: Job) -> MLAInputs:
+@lru_cache(maxsize=1)  # kernels of one case follow each other, in both layouts
+def _split_inputs(job: Job) -> MLAInputs:
     return job.inputs()
+
+
+def _inputs(job: Job) -> MLAInputs:
+    return _split_inputs(replace(job, layout="split"))
 
 
 def _in_its_process(kernel: Kernel, device: str, function: Callable[..., _T], *args: object) -> _T:

@@ -11,7 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_verify.attempt import Attempt, check_support, judge, run_kernel
+from mla_verify.ahead import Ahead
+from mla_verify.attempt import Attempt, check_contract, judge, run_kernel
 from mla_verify.calls import Job
 from mla_verify.config import repeat_command
 from mla_verify.judge import judge_attention, judge_write
@@ -42,19 +43,33 @@ def run_plan(
 
     Never raises for what a kernel does. Ctrl-C, or a wrong result under `fail_fast`, leaves the rest NOT_RUN.
     """
+    cases = [
+        [Attempt(entry, _blank(entry, device, inputs_file)) for entry in group]
+        for _, group in groupby(entries, key=lambda entry: entry.case_id)
+    ]
     results: list[CaseResult] = []
     stopped = ""
     interrupted = False
+    for attempts in cases:
+        for attempt in attempts:
+            with _tool_errors([attempt]):
+                check_contract(attempt)
+
+    def run_alone(attempt: Attempt) -> None:
+        run_kernel(attempt, _job(attempt.entry, device, inputs_file))
+
     try:
-        for _, group in groupby(entries, key=lambda entry: entry.case_id):
-            if stopped:
-                break
-            for result in _run_case(list(group), device, inputs_file):
-                results.append(result)
-                on_result(result)
-                # The case's other kernels have run as well: their verdicts are kept.
-                if fail_fast and result.verdict.wrong and not stopped:
-                    stopped = f"stopped by --fail-fast after {result.kernel} on {result.case}"
+        with Ahead(cases, run_alone, device) as ahead:
+            for index, attempts in enumerate(cases):
+                if stopped:
+                    break
+                ahead.reach(index)
+                for result in _run_case(attempts, ahead, device, inputs_file):
+                    results.append(result)
+                    on_result(result)
+                    # The case's other kernels have run as well: their verdicts are kept.
+                    if fail_fast and result.verdict.wrong and not stopped:
+                        stopped = f"stopped by --fail-fast after {result.kernel} on {result.case}"
     except KeyboardInterrupt:
         stopped, interrupted = "interrupted", True
     for entry in entries[len(results) :]:
@@ -75,26 +90,22 @@ def _blank(entry: PlanEntry, device: str, inputs_file: Path | None) -> CaseResul
     )
 
 
-def _run_case(entries: list[PlanEntry], device: str, inputs_file: Path | None) -> Iterator[CaseResult]:
+def _run_case(attempts: list[Attempt], ahead: Ahead, device: str, inputs_file: Path | None) -> Iterator[CaseResult]:
     """The results of one case's kernels, in order, once all of them are there; on Ctrl-C, what there is by then."""
-    attempts = [Attempt(entry, _blank(entry, device, inputs_file)) for entry in entries]
     try:
-        for attempt in attempts:
-            with _tool_errors([attempt]):
-                check_support(attempt, device)
-        # One whose kernel could not even say whether it takes the case has its reason already.
-        open_attempts = [a for a in attempts if a.result.verdict is Verdict.NOT_RUN and not a.result.reason]
+        open_attempts = [attempt for attempt in attempts if attempt.is_open]
         if open_attempts:
             with _tool_errors(open_attempts):
-                _run_and_judge(open_attempts, device, inputs_file)
+                _run_and_judge(open_attempts, ahead, _job(attempts[0].entry, device, inputs_file))
     except KeyboardInterrupt:
         # What a kernel got before, ERROR say, is a result so far.
-        for attempt in attempts:
-            if attempt.result.verdict is Verdict.NOT_RUN and not attempt.result.reason:
-                attempt.result = replace(attempt.result, reason="interrupted")
-        yield from (attempt.result for attempt in attempts)
+        yield from (replace(a.result, reason="interrupted") if a.is_open else a.result for a in attempts)
         raise
     yield from (attempt.result for attempt in attempts)
+
+
+def _job(entry: PlanEntry, device: str, inputs_file: Path | None) -> Job:
+    return Job(entry.spec, inputs_file, entry.dtype, device, entry.spec.layout if entry.spec else "split")
 
 
 @contextmanager
@@ -109,7 +120,7 @@ def _tool_errors(attempts: list[Attempt]) -> Iterator[None]:
         if out_of_memory(error):
             reason, is_tool = f"out of memory: {first_line(error)}", False
         for attempt in attempts:
-            if attempt.result.verdict is Verdict.NOT_RUN and not attempt.result.reason:
+            if attempt.is_open:
                 attempt.result = replace(
                     attempt.result,
                     verdict=Verdict.NOT_RUN,
@@ -119,18 +130,17 @@ def _tool_errors(attempts: list[Attempt]) -> Iterator[None]:
                 )
 
 
-def _run_and_judge(attempts: list[Attempt], device: str, inputs_file: Path | None) -> None:
+def _run_and_judge(attempts: list[Attempt], ahead: Ahead, job: Job) -> None:
     from mla_verify.tensors import WriteInputs
 
     clock = _Clock()
-    entry = attempts[0].entry
-    job = Job(entry.spec, inputs_file, entry.dtype, device, entry.spec.layout if entry.spec else "split")
     inputs = job.inputs()
     clock.lap("inputs")
     # Every kernel runs before the reference allocates: a fresh buffer could otherwise hold the right answer already.
     for attempt in attempts:
         with _tool_errors([attempt]):
-            run_kernel(attempt, job, inputs)
+            if not ahead.finish(attempt):
+                run_kernel(attempt, job, inputs)
     judged = [attempt for attempt in attempts if attempt.output is not None]
     clock.lap("kernels")
     if isinstance(inputs, WriteInputs):

@@ -109,7 +109,8 @@ _SMOKE: tuple[tuple[str, str, str], ...] = (
     ("prefix-absorbed-h16-q17.kv200+q31.kv95-p64-DT-needle-fused-s0", "fp16 bf16", _FUSED),
     ("prefix-mha-h16-q17.kv200+q31.kv95-ragged-DT-needle-fused-s0", "fp16", _FUSED),
     # 768 slots and more take another kernel in some engines.
-    *((f"append-write-h1-q{n}.kv{n}-p64-DT-rows-s0", "fp16 bf16", _WRITE.format(n=n)) for n in (1, 767, 768, 769)),
+    ("append-write-h1-q1.kv1-p64-DT-rows-s0", "fp32 fp16 bf16", _WRITE.format(n=1)),
+    *((f"append-write-h1-q{n}.kv{n}-p64-DT-rows-s0", "bf16", _WRITE.format(n=n)) for n in (767, 768, 769)),
     ("append-write-h1-q300.kv1000+q0.kv77+q1.kv65+q900.kv900-p16-DT-rows-s0", "fp32", _WRITE.format(n=1201)),
     ("append-write-h1-q100.kv300-p1-DT-rows-fused-s0", "fp16 bf16", _FUSED),
     ("append-write-h1-q100.kv300-p64-DT-repeated-s0", "fp32 fp16 bf16", _REPEATED),

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any, TypeVar
@@ -22,7 +23,10 @@ _LOG_TAIL = 4000  # characters of what a dead worker wrote last
 # Finds modules where we find them, whatever the current folder holds.
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from mla_verify.workers import main; main()"
 
-_workers: dict[frozenset[tuple[str, str]], _Worker] = {}
+# Those that nobody has asked anything just now, and all of them.
+_idle: dict[frozenset[tuple[str, str]], list[_Worker]] = {}
+_all: set[_Worker] = set()
+_lock = threading.Lock()
 
 
 class WorkerDiedError(Exception):
@@ -35,27 +39,38 @@ class WorkerDiedError(Exception):
 
 
 def ask(environment: Mapping[str, str], function: Callable[..., _T], *args: object) -> _T:
-    """`function(*args)` in the worker with these variables, started if need be.
+    """`function(*args)` in a worker with these variables: an idle one, or a new one. Threads may ask at once.
 
     What it prints is repeated on our stderr, what it raises is raised here. Raises WorkerDiedError when it ends.
     """
     key = frozenset(environment.items())
-    worker = _workers.get(key) or _workers.setdefault(key, _Worker(environment))
+    with _lock:
+        idle = _idle.setdefault(key, [])
+        worker = idle.pop() if idle else _Worker(environment)
+        _all.add(worker)
     try:
         raised, answer = worker.ask(function, args)
     except BaseException:
         # Dead, or interrupted while it works on an answer that nobody waits for.
-        _workers.pop(key).kill()
+        with _lock:
+            _all.discard(worker)
+        worker.kill()
         raise
+    with _lock:
+        idle.append(worker)
     if raised:
         raise answer
     return answer  # type: ignore[no-any-return]
 
 
 def close_workers() -> None:
-    """End all workers; the next question starts new ones."""
-    while _workers:
-        _workers.popitem()[1].kill()
+    """End all workers, also those at work: who waits for one gets WorkerDiedError. The next question starts new."""
+    with _lock:
+        ended = list(_all)
+        _all.clear()
+        _idle.clear()
+    for worker in ended:
+        worker.kill()
 
 
 atexit.register(close_workers)
@@ -91,8 +106,6 @@ class _Worker:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._connection.close()
-        self._log.close()
 
     def _how(self) -> str:
         code = self._process.wait()

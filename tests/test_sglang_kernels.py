@@ -75,7 +75,7 @@ def test_a_signature_that_only_grew_optional_parameters_is_taken(monkeypatch: py
     def grown(kv_buffer, loc, cache_k_nope, cache_k_rope, *, new=0, **options): ...  # type: ignore[no-untyped-def]
 
     stand_in(monkeypatch, WRITE, grown)
-    assert SGLangSetMLAKVBuffer().why_unavailable("cpu") is None
+    assert SGLangSetMLAKVBuffer().why_unavailable("cuda") is None
 
 
 def test_a_signature_that_differs_makes_the_kernel_unavailable_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +95,8 @@ def test_a_kernel_of_two_functions_needs_both(monkeypatch: pytest.MonkeyPatch) -
 
     stand_in(monkeypatch, WRITE, whole)
     stand_in(monkeypatch, DECODE, empty)
-    assert SGLangSetMLAKVBuffer().why_unavailable("cpu") is None
-    assert "decode_attention_fwd" in str(SGLangWriteDecode().why_unavailable("cpu"))
+    assert SGLangSetMLAKVBuffer().why_unavailable("cuda") is None
+    assert "decode_attention_fwd" in str(SGLangWriteDecode().why_unavailable("cuda"))
 
 
 def test_a_library_that_does_not_import_is_a_reason_with_the_exceptions_first_line(

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from mla_verify.cases import CaseSpec
 from mla_verify.kernels.contract import KernelBase
 
-# The interpreter's dots are many and small: on busy cores, OpenBLAS's threads make them several times slower.
-ENVIRONMENT: Mapping[str, str] = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
+# The interpreter's dots are many and small: on busy cores, threads make them several times slower.
+ENVIRONMENT: Mapping[str, str] = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 # The interpreter takes milliseconds for what a GPU does in nanoseconds; larger cases belong on one.
 MAX_HEADS, MAX_KEYS = 16, 512
 

@@ -32,6 +32,9 @@ from mla_verify.kernels.sglang_calls import (
     write,
 )
 
+# Keys of each request that sglang-write-decode writes itself, as an engine writes the newest; the rest are there.
+NEWEST = 64
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -107,7 +110,7 @@ class SGLangDecode(_SGLangAttention):
 
 
 class SGLangWriteDecode(SGLangDecode):
-    """Decode over a cache into which SGLang's own write has put every token."""
+    """Decode over a cache into which SGLang's own write has put the newest keys."""
 
     name = "sglang-write-decode"
     entries = (DECODE, WRITE)
@@ -115,10 +118,13 @@ class SGLangWriteDecode(SGLangDecode):
     def _pool(self, inputs: AbsorbedInputs, slots: list[Tensor]) -> tuple[Tensor, str]:
         import torch
 
-        ckv, kpe = inputs.ckv_cache.flatten(0, 1), inputs.kpe_cache.flatten(0, 1)
-        pool = ckv.new_full((len(ckv), 1, ckv.shape[1] + kpe.shape[1]), float("nan"))
-        at = torch.cat(slots)
-        return pool, f"written by {write(pool, at, ckv[at], kpe[at])}" if len(at) else "empty"
+        pool = torch.cat([inputs.ckv_cache.flatten(0, 1), inputs.kpe_cache.flatten(0, 1)], dim=-1)[:, None]
+        newest = torch.cat([own[-NEWEST:] for own in slots])
+        if not len(newest):
+            return pool, "empty"
+        ckv, kpe = (part.contiguous() for part in pool[newest, 0].split([inputs.v_dim, inputs.qk_dims[1]], dim=-1))
+        pool[newest] = float("nan")
+        return pool, f"with the newest keys written by {write(pool, newest, ckv, kpe)}"
 
 
 class _SGLangExtend(_SGLangAttention):

@@ -106,8 +106,12 @@ class TritonCacheWrite(_OurTriton):
         return out
 
 
+# Keys of each request that triton-write-decode writes itself, as an engine writes the newest; the rest are there.
+NEWEST = 64
+
+
 class TritonWriteDecode(_OurTriton):
-    """Cache write, then attention over those very slots, of a pool that holds NaN wherever nothing was written."""
+    """Cache write of the newest keys, whose slots hold NaN before, then attention over those very slots."""
 
     name = "triton-write-decode"
     contract = Contract(form="absorbed", phases=("decode", "spec"), facts=_decode_facts, returns_lse=True)
@@ -122,11 +126,12 @@ class TritonWriteDecode(_OurTriton):
 
         num_pages, page_size, r = inputs.ckv_cache.shape
         p = inputs.kpe_cache.shape[-1]
+        pool = torch.cat([inputs.ckv_cache.flatten(0, 1), inputs.kpe_cache.flatten(0, 1)], dim=-1)
         kv_lens = enumerate(inputs.kv_lens.tolist())
-        slots = torch.cat([slots_of(inputs.page_table, b, page_size, kv_len) for b, kv_len in kv_lens])
-        page, offset = slots // page_size, slots % page_size
-        pool = inputs.ckv_cache.new_full((num_pages * page_size, r + p), float("nan"))
-        launch_cache_write(inputs.ckv_cache[page, offset], inputs.kpe_cache[page, offset], slots, pool)
+        newest = torch.cat([slots_of(inputs.page_table, b, page_size, kv_len)[-NEWEST:] for b, kv_len in kv_lens])
+        ckv, kpe = pool[newest].split([r, p], dim=-1)
+        pool[newest] = float("nan")
+        launch_cache_write(ckv, kpe, newest, pool)
         ckv_cache, kpe_cache = pool.view(num_pages, page_size, r + p).split([r, p], dim=-1)
         num_splits = launch_decode(replace(inputs, ckv_cache=ckv_cache, kpe_cache=kpe_cache), out)
         self._what = f"cache write, decode, {_splits(num_splits)}"

@@ -1,0 +1,54 @@
+"""Kernels that have processes of their own run ahead of the tool: the next cases' while it judges this one's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+from mla_verify.attempt import Attempt
+from mla_verify.workers import close_workers
+
+_MAX_THREADS = 8  # each has a worker, which is a process of a few hundred MB
+
+
+class Ahead:
+    """Runs `run(attempt)` for every attempt of that kind, in order, at most a few cases before they are asked for.
+
+    A context manager: leaving it drops what has not been started, and ends the workers if one is still at it.
+    """
+
+    def __init__(self, cases: Sequence[Sequence[Attempt]], run: Callable[[Attempt], None], device: str) -> None:
+        self._cases, self._run, self._device = cases, run, device
+        # On a GPU kernels have the device for themselves, one after the other.
+        threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS) if device == "cpu" else 1
+        self._look_ahead = 2 * threads if device == "cpu" else 0
+        self._executor = ThreadPoolExecutor(threads)
+        self._futures: dict[int, Future[None]] = {}  # by the attempt's identity
+        self._reached = 0
+
+    def reach(self, index: int) -> None:
+        """Start what belongs to case `index` and to the next few."""
+        for attempts in self._cases[self._reached : index + self._look_ahead + 1]:
+            for attempt in attempts:
+                if attempt.is_open and attempt.entry.kernel.own_process(self._device) is not None:
+                    self._futures[id(attempt)] = self._executor.submit(self._run, attempt)
+            self._reached += 1
+
+    def finish(self, attempt: Attempt) -> bool:
+        """Wait until the attempt has run. False if it is none that runs here. Raises what running it raised."""
+        future = self._futures.pop(id(attempt), None)
+        if future is not None:
+            future.result()
+        return future is not None
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        if any(not future.done() for future in self._futures.values()):
+            close_workers()
