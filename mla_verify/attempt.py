@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mla_verify.calls import Job, execute_job
 from mla_verify.judge import Judgement
+from mla_verify.kernels.contract import facts_on
 from mla_verify.plan import PlanEntry
 from mla_verify.results import CaseResult, Check, Verdict
 
@@ -54,7 +55,7 @@ def check_contract(attempt: Attempt) -> None:
 def run_kernel(attempt: Attempt, job: Job, inputs: MLAInputs | None = None) -> None:
     """Run it. Sets the output, or the verdict or reason why there is none. inputs: the job's, if they are there."""
     kernel = attempt.entry.kernel
-    facts = kernel.contract.facts(attempt.entry.dtype)
+    facts = facts_on(kernel.contract, attempt.entry.dtype, job.device)
     done = execute_job(kernel, job, inputs)
     attempt.result = replace(attempt.result, ran=done.ran, traceback=done.traceback, seconds={"kernel": done.seconds})
     if done.verdict is not None:

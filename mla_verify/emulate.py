@@ -28,6 +28,7 @@ class EmulatedKernel:
     rowsum: Literal["rounded", "unrounded"] = "unrounded"
     rounds_partials: bool = False  # split outputs stored in the case's dtype, else fp32
     base2: bool = True  # exp2 of scores that carry log2 e, as GPU kernels compute
+    tensor_cores: bool = False  # q.k and P.V as Hopper's tensor cores sum 16-bit products
 
     def facts(self, dtype: str) -> RoundingFacts:
         return RoundingFacts(
@@ -36,7 +37,8 @@ class EmulatedKernel:
             rowsum=self.rowsum,
             partial_dtype=dtype if self.rounds_partials else "fp32",
             max_splits=self.splits,
-            tile=self.tile,
+            tile=16 if self.tensor_cores else self.tile,
+            tensor_core_k=16 if self.tensor_cores else None,
             sources=("mla_verify/emulate.py",),
         )
 
@@ -88,7 +90,7 @@ class EmulatedKernel:
         exp = torch.exp2 if self.base2 else torch.exp
         for first in range(part.start, part.stop, self.tile):
             keys = slice(first, min(first + self.tile, part.stop))
-            score = (q @ k[:, keys].transpose(1, 2)) * scale.to(q.device)
+            score = self._dot(q, k[:, keys].transpose(1, 2)) * scale.to(q.device)
             hidden = torch.arange(keys.start, keys.stop, device=q.device) >= seen
             score = score.masked_fill(hidden, -math.inf)
             new_top = torch.maximum(top, score.amax(-1, keepdim=True))
@@ -97,12 +99,43 @@ class EmulatedKernel:
             alpha = exp(top - base)
             rounded = p.to(p_dtype).float()
             total = total * alpha + (rounded if self.rowsum == "rounded" else p).sum(-1, keepdim=True)
-            acc = acc * alpha + rounded @ v[:, keys]
+            acc = self._dot(rounded, v[:, keys], acc * alpha)
             top = new_top
         safe = total.masked_fill(total == 0, 1.0)
         top = top.masked_fill(top.isneginf(), 0.0)
         lse = (top + total.log2()) * math.log(2) if self.base2 else top + total.log()
         return acc / safe, lse.squeeze(-1)
+
+    def _dot(self, a: Tensor, b: Tensor, acc: Tensor | None = None) -> Tensor:
+        """acc + a @ b in float32, the one or the other way."""
+        if self.tensor_cores:
+            return tensor_core_dot(a, b, acc)
+        return a @ b if acc is None else acc + a @ b
+
+
+def tensor_core_dot(a: Tensor, b: Tensor, acc: Tensor | None = None, k: int = 16) -> Tensor:
+    """acc + a @ b as Hopper's tensor cores sum 16-bit products into float32: bit-equal to mma and wgmma on an H200.
+
+    a [.., M, K], b [.., K, N], acc [.., M, N], float32. Each instruction adds k products to acc: all addends are cut
+    off, towards 0, on a grid of 2^-25 of the power of two of the largest, added exactly, and the sum is cut off to 24
+    bits. Measured: docs/evidence/tensor-cores.json.
+    """
+    a, b = a.double(), b.double()
+    total = torch.zeros(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]).to(a)
+    if acc is not None:
+        total = total + acc
+    for first in range(0, a.shape[-1], k):
+        products = a[..., :, None, first : first + k] * b.transpose(-1, -2)[..., None, :, first : first + k]
+        largest = torch.maximum(products.abs().amax(-1), total.abs())
+        summed = _cut(products, largest[..., None], 25).sum(-1) + _cut(total, largest, 25)
+        total = _cut(summed, summed.abs(), 23)
+    return total.float()
+
+
+def _cut(x: Tensor, size: Tensor, bits: int) -> Tensor:
+    """x towards 0 on a grid of 2^-bits of the power of two at or below `size`."""
+    grid = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent - 1 - bits)
+    return torch.trunc(x / grid) * grid
 
 
 def _dense(inputs: AttentionInputs, request: int, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:

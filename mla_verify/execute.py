@@ -35,10 +35,10 @@ class Execution:
 
 def execute(kernel: Kernel, inputs: MLAInputs, dtype: str, layout: str = "split") -> Execution:
     """Run it on a copy of `inputs`, into buffers full of NaN. Never raises for what the kernel does, but for Ctrl-C."""
-    facts = kernel.contract.facts(dtype)
+    out_dtype = kernel.contract.facts(dtype).out_dtype
     mine = private_copy(inputs, kernel.contract, layout)
     pristine = private_copy(inputs, kernel.contract, layout)
-    buffers = output_buffers(mine, FORMATS[facts.out_dtype].torch_dtype)
+    buffers = output_buffers(mine, FORMATS[out_dtype].torch_dtype)
     started = time.perf_counter()
     try:
         output = kernel.run(mine, buffers.output)
@@ -56,7 +56,7 @@ def execute(kernel: Kernel, inputs: MLAInputs, dtype: str, layout: str = "split"
             return Execution(verdict=Verdict.NOT_RUN, reason=reason, seconds=seconds)
         reason = f"the kernel raised {type(error).__name__}: {first_line(error)}"
         return Execution(verdict=Verdict.ERROR, reason=reason, traceback=traceback.format_exc(), seconds=seconds)
-    done = replace(checked(output, mine, kernel.contract, facts.out_dtype), ran=ran, seconds=seconds)
+    done = replace(checked(output, mine, kernel.contract, out_dtype), ran=ran, seconds=seconds)
     broken = _broken_rule(mine, pristine, buffers.overwritten())
     return replace(done, verdict=Verdict.FAIL, reason=broken) if broken else done
 

@@ -76,7 +76,7 @@ def expect(inputs: AttentionInputs, facts: Sequence[RoundingFacts], constants: C
             splits=whole.splits[at_split : at_split + has_split],
         )
         at_split += has_split
-        noise[f] = noise_of(mine, f, constants)
+        noise[f] = noise_of(mine, f, constants, inputs.qk_dims)
     return Expected(whole, noise)
 
 

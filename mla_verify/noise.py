@@ -34,6 +34,12 @@ class Constants:
     random_walk: float = 1 / 2
     # ... and with a common sign: partial sums i / L of the total, whose squares add up to L / 3.
     drift: float = 1 / 3
+    # A tensor-core instruction cuts its sum off, on the grid of its largest addend: about 0.6 u of the sum on average,
+    # always toward 0. Partial sums without a common sign add up to n^2 / 3 times the square of the whole's spread.
+    chop: float = 0.6**2
+    # ... and products with a common sign are cut in common, each on that grid: up to 3.4 u of the sum an instruction,
+    # by how large they are beside it. Of n growing sums, n / 2 times the whole; a bias, and so charged in full.
+    chop_drift: float = 3.4**2
     # Keys too light to change an fp32 sum that is already there are lost, all in one direction. How many come after the
     # sum is there depends on where the heavy keys are: a share uniform in [0, 1], of mean square 1 / 3.
     swamped: float = 1 / 3
@@ -115,12 +121,13 @@ def weighings(
     rounds_p = facts.p_dtype != "fp32"
 
     def centred(t: KeyTerms) -> Tensor:
-        w = t.p.square() * _score_variance(t, qk_dims, constants)
+        w = t.p.square() * _score_variance(t, facts, qk_dims, constants)
         return w + _p_variance(t, facts, constants) if rounds_p and facts.rowsum == "rounded" else w
 
     def plain(t: KeyTerms) -> Tensor:
-        random, _ = _chain(t.num_keys, facts.tile, constants)
-        w = t.p.square() * (random * _U32**2 * constants.unknown)
+        random = _chain(t.num_keys, facts.tile, constants)[0] * constants.unknown
+        random = random + _chopped(t.num_keys, facts, constants)[0]
+        w = t.p.square() * (random * _U32**2)
         return w + _p_variance(t, facts, constants) if rounds_p and facts.rowsum == "unrounded" else w
 
     def swamped(t: KeyTerms) -> Tensor | None:
@@ -153,12 +160,14 @@ def splitting(facts: RoundingFacts, constants: Constants = CONSTANTS) -> Splitti
     return Splitting(facts.max_splits, variance, tilt)
 
 
-def _score_variance(t: KeyTerms, qk_dims: tuple[int, int], c: Constants) -> Tensor:
+def _score_variance(t: KeyTerms, facts: RoundingFacts, qk_dims: tuple[int, int], c: Constants) -> Tensor:
     """Variance of the relative error of exp(s_j - max), from the fp32 dot product to exp."""
     nope, rope = qk_dims
     # The score may come from the nope part alone; the rope part's additions then round the whole score each.
     dot = (c.random_walk * nope + rope) * t.gram + (c.drift * nope + rope) * t.score.square()
-    return _U32**2 * (c.unknown * (dot + c.argument * t.score.square()) + c.exp)
+    random, drift = _chopped(torch.tensor(float(nope + rope)), facts, c)
+    chopped = random * t.gram + drift * t.score.square()
+    return _U32**2 * (c.unknown * (dot + c.argument * t.score.square()) + chopped + c.exp)
 
 
 def _p_variance(t: KeyTerms, facts: RoundingFacts, c: Constants) -> Tensor:
@@ -183,8 +192,24 @@ def _chain(num_keys: Tensor, tile: int | None, c: Constants) -> tuple[Tensor, Te
     return c.random_walk * (inner + outer), c.drift * (inner / outer + outer)
 
 
-def noise_of(ref: Attention, facts: RoundingFacts, constants: Constants = CONSTANTS) -> Noise:
-    """The noise of a kernel with these facts. `ref` was computed with their `weighings` and `splitting` alone."""
+def _chopped(count: Tensor, facts: RoundingFacts, c: Constants) -> tuple[Tensor, Tensor]:
+    """What cutting off does to a sum of `count` products, in units of u^2; 0 without tensor cores.
+
+    Returns the factors of the sum of squares (random signs) and of the square of the sum (one sign).
+    """
+    if facts.tensor_core_k is None:
+        return torch.zeros_like(count), torch.zeros_like(count)
+    steps = (count / facts.tensor_core_k).ceil()
+    return c.chop / 3 * steps.square(), c.chop_drift / 4 * steps.square()
+
+
+def noise_of(
+    ref: Attention, facts: RoundingFacts, constants: Constants = CONSTANTS, qk_dims: tuple[int, int] = (0, 0)
+) -> Noise:
+    """The noise of a kernel with these facts. `ref` was computed with their `weighings` and `splitting` alone.
+
+    qk_dims: nope, rope; they matter to what tensor cores do to all scores of a row alike.
+    """
     c, fmt, o = constants, FORMATS[facts.out_dtype], ref.out
     centred, plain, swamped = ref.sums
     split = ref.splits[0] if ref.splits else None
@@ -194,7 +219,8 @@ def noise_of(ref: Attention, facts: RoundingFacts, constants: Constants = CONSTA
 
     # sum_j w_j (v_j - o)^2, expanded; cancellation can leave it a hair below 0.
     spread = (centred.v2 - 2 * o * centred.v + o.square() * centred.one[..., None]).clamp_min(0.0)
-    keyed = spread + plain.v2
+    chopped = _chopped(num_keys, facts, c)[1] * _U32**2  # [T, 1]; of P.V, in common to the whole row
+    keyed = spread + plain.v2 + chopped[..., None] * o.square()
     # Two sums drift, that of P.V and the denominator.
     inner = keyed + 2 * drift[..., None] * o.square() + c.swamped * swamped.v.square()
     if split is not None:
@@ -218,14 +244,15 @@ def noise_of(ref: Attention, facts: RoundingFacts, constants: Constants = CONSTA
     lse_drift = _chain(num_keys, facts.tile, c)[1] * _U32**2 * c.unknown
     lse = centred.one + lse_drift + c.swamped * swamped.one.square() + c.log
     lse = lse + _U32**2 * c.unknown * c.lse * ref.lse.square()
-    lse = lse + (_shared_scale(facts, c) * ref.mean_score).square()
+    shared_scale = _shared_scale(facts, qk_dims, c)
+    lse = lse + (shared_scale * ref.mean_score).square()
     one = centred.one + plain.one
     square = centred.square + plain.square
     return Noise(
         inner=inner,
         out=out,
         slope=slope,
-        slope_common=_shared_scale(facts, c) * (ref.score_along - ref.mean_score * reach).abs() / safe.sqrt(),
+        slope_common=((shared_scale * (ref.score_along - ref.mean_score * reach)).square() / safe + chopped).sqrt(),
         slope_bias=split.tilt if split else torch.zeros_like(reach),
         lse=lse,
         shared=(keyed / out).mean(-1),
@@ -234,11 +261,12 @@ def noise_of(ref: Attention, facts: RoundingFacts, constants: Constants = CONSTA
     )
 
 
-def _shared_scale(facts: RoundingFacts, c: Constants) -> float:
+def _shared_scale(facts: RoundingFacts, qk_dims: tuple[int, int], c: Constants) -> float:
     """Standard deviation of the relative error that all scores share."""
     # A root is rounded once and enters twice, with the same error: four times the variance of one rounding.
     roundings = c.shared_scale if facts.scale == "product" else 4.0
-    return float(_U32 * math.sqrt(c.unknown * roundings))
+    chopped = float(_chopped(torch.tensor(float(sum(qk_dims))), facts, c)[1])
+    return float(_U32 * math.sqrt(c.unknown * roundings + chopped))
 
 
 def changed_rounding(step: Tensor, sigma: Tensor, constants: Constants = CONSTANTS) -> Tensor:

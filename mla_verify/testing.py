@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mla_verify.cases import CaseSpec
 from mla_verify.errors import UsageError
-from mla_verify.kernels.contract import Contract
+from mla_verify.kernels.contract import Contract, facts_on
 from mla_verify.results import CaseResult, Verdict
 from mla_verify.suites import SuiteCase, suite_cases
 
@@ -143,7 +143,7 @@ def _judgement(output: object, inputs: MLAInputs, contract: Contract, case: MLAC
     fmt = format_of(source.dtype)
     if fmt is None or fmt.name not in contract.dtypes:
         raise UsageError(f"inputs of dtype {source.dtype}", f"the contract takes {', '.join(contract.dtypes)}")
-    facts = contract.facts(fmt.name)
+    facts = facts_on(contract, fmt.name, inputs.device.type)
     done = checked(output, inputs, contract, facts.out_dtype)
     if done.output is None:
         assert done.verdict is not None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mla_verify.cases import CaseSpec
 from mla_verify.compare import compare_output
+from mla_verify.emulate import tensor_core_dot
 from mla_verify.expected import Expected
 from mla_verify.formats import FORMATS
 from mla_verify.inputs import make_inputs
@@ -211,6 +212,33 @@ def _tail(c: Constants, weight: float, count: int) -> Tensor:
     return (inner(c) - inner(without(c, "swamped"))).mean()
 
 
+def _chopped(c: Constants, name: str, a: Tensor, b: Tensor) -> Tensor:
+    """Squared errors of a @ b.T on emulated tensor cores, over what the model charges under this name."""
+    a, b = a.half().float(), b.half().float()
+    score = a.double() @ b.double().T
+    gram = a.double().square() @ b.double().square().T
+    facts = replace(FP32, tensor_core_k=16)
+
+    def variance(c: Constants) -> Tensor:
+        one = torch.ones_like(score)
+        t = KeyTerms(p=one, score=score, gram=gram, max_score=one, p_max=2 * one, num_keys=one)
+        return weighings(facts, (a.shape[1], 0), c)[0](t)
+
+    error = tensor_core_dot(a, b.T).double() - score
+    return error.square() / (variance(c) - variance(without(c, name)))
+
+
+def chop(c: Constants) -> float:
+    a, b = torch.randn(100, 2048, generator=gen(25)), torch.randn(30, 2048, generator=gen(26))
+    return float(_chopped(c, "chop", a, b).mean())
+
+
+def chop_drift(c: Constants) -> float:
+    """The largest, since it is a bound, of products with one sign."""
+    a, b = torch.randn(40, 4096, generator=gen(27)), torch.randn(20, 4096, generator=gen(28))
+    return float(_chopped(c, "chop_drift", a.abs(), b.abs()).max())
+
+
 def swamped(c: Constants) -> float:
     """One heavy key somewhere among 6,000 keys of weight u / 4, summed in one fp32 chain."""
     count, heavy_at, weight = 6000, torch.arange(100) * 60, 2.0**-26
@@ -266,6 +294,8 @@ MEASURED: dict[str, Callable[[Constants], float]] = {
         unknown,
         random_walk,
         drift,
+        chop,
+        chop_drift,
         swamped,
         light,
         tilt,

@@ -7,7 +7,7 @@ who declares nothing is held to everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 from mla_verify.cases import FORM_PHASES, FORMS
@@ -37,6 +37,9 @@ class RoundingFacts:
     scale: Literal["product", "root"] = "product"
     # Keys that are summed before the running accumulator takes them; None: one chain over all keys.
     tile: int | None = None
+    # On a GPU: products that one tensor-core instruction sums (16 of 16-bit numbers), which cuts sums off instead of
+    # rounding them. None: q.k and P.V are fp32 sums, rounded to nearest. On a CPU it counts for nothing.
+    tensor_core_k: int | None = None
     sources: tuple[str, ...] = ()
 
 
@@ -127,6 +130,12 @@ def mla_kernel(contract: Contract) -> Callable[[_F], _F]:
         return function
 
     return declare
+
+
+def facts_on(contract: Contract, dtype: str, device: str) -> RoundingFacts:
+    """The roundings of a dtype on "cpu" or "cuda": what only tensor cores do is not excused where there are none."""
+    facts = contract.facts(dtype)
+    return replace(facts, tensor_core_k=None) if device == "cpu" else facts
 
 
 class Kernel(Protocol):

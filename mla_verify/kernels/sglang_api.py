@@ -91,6 +91,7 @@ def decode_facts(dtype: str) -> RoundingFacts:
         max_splits=NUM_KV_SPLITS,
         scale="product",
         tile=32,
+        tensor_core_k=16,  # mma and wgmma of 16-bit operands; fp32, which would be TF32 there, runs on a CPU alone
         sources=(
             f"{_DECODE_FILE}:577 / 762: p is cast to the cache's dtype before P.V",
             f"{_DECODE_FILE}:579 / 764: the row sum adds p before that cast",
@@ -111,6 +112,7 @@ def extend_facts(dtype: str) -> RoundingFacts:
         scale="product",
         # Of what runs in fp32, which is the interpreter; Hopper has 64, and the other dtypes' roundings hide either.
         tile=32,
+        tensor_core_k=16,  # mma and wgmma of 16-bit operands; fp32, which would be TF32 there, runs on a CPU alone
         sources=(
             f"{_EXTEND_FILE}:503, 624 / 712, 868: p is cast to the values' dtype before P.V",
             f"{_EXTEND_FILE}:483, 614 / 682, 848: the row sum adds p before that cast",

@@ -25,6 +25,7 @@ def _facts(dtype: str, max_splits: int, *sources: str) -> RoundingFacts:
         # The running accumulator is an operand of P.V, and Triton adds to it what one instruction sums: 16 keys on
         # tensor cores (mma k16), one key by fp32 fused multiply-add. The interpreter sums a tile of 32 first.
         tile=None if dtype == "fp32" else 16,
+        tensor_core_k=None if dtype == "fp32" else 16,  # fp32 asks for "ieee", which is no matter of tensor cores
         sources=(
             f"{_SOURCE}, _attend: p is cast to the cache's dtype before P.V, row_sum adds it up before that",
             f"{_SOURCE}, _shared_arguments: sm_scale * log2(e) is one fp32 factor of the scores",
