@@ -78,7 +78,7 @@ def measure_dot(dtype: torch.dtype, dim: int, block: int) -> list[dict[str, Any]
         products = a.double().view(-1, 1, dim // STEP, STEP) * b.double().view(1, COLUMNS, dim // STEP, STEP)
         partial = products.sum(-1).cumsum(-1)
         error = out.double() - partial[..., -1]
-        some = slice(0, 64)
+        some = slice(0, 256)
         differs = int((tensor_core_dot(a[some].float(), b.float().T) != out[some]).sum())
         total = U * partial.sum(-1)
         slope = float(-(error * total).sum() / total.square().sum())
@@ -91,7 +91,7 @@ def measure_dot(dtype: torch.dtype, dim: int, block: int) -> list[dict[str, Any]
                 "instruction": instruction,
                 "dtype": str(dtype).removeprefix("torch."),
                 "dim": dim,
-                "not_as_emulated": differs,  # of 64 x COLUMNS results
+                "not_as_emulated": differs,  # of 256 x COLUMNS results
                 # error = -cut * u * sum of partial sums + rest
                 "cut": round(slope, 3),
                 # of the largest partial sum times u, times the square root of the steps

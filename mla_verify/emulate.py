@@ -117,24 +117,34 @@ def tensor_core_dot(a: Tensor, b: Tensor, acc: Tensor | None = None, k: int = 16
     """acc + a @ b as Hopper's tensor cores sum 16-bit products into float32: bit-equal to mma and wgmma on an H200.
 
     a [.., M, K], b [.., K, N], acc [.., M, N], float32. Each instruction adds k products to acc: all addends are cut
-    off, towards 0, on a grid of 2^-25 of the power of two of the largest, added exactly, and the sum is cut off to 24
-    bits. Measured: docs/evidence/tensor-cores.json.
+    off, towards 0, on a grid of 2^-25 of the largest power of two among them, added exactly, and the sum is cut off to
+    24 bits. The power of two of a product is that of its factors, before a carry. (docs/evidence/tensor-cores.json)
     """
-    a, b = a.double(), b.double()
-    total = torch.zeros(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]).to(a)
+    a, b = a.double(), b.double().transpose(-1, -2)
+    total = torch.zeros(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-2]).to(a)
     if acc is not None:
         total = total + acc
     for first in range(0, a.shape[-1], k):
-        products = a[..., :, None, first : first + k] * b.transpose(-1, -2)[..., None, :, first : first + k]
-        largest = torch.maximum(products.abs().amax(-1), total.abs())
-        summed = _cut(products, largest[..., None], 25).sum(-1) + _cut(total, largest, 25)
-        total = _cut(summed, summed.abs(), 23)
+        left, right = a[..., :, None, first : first + k], b[..., None, :, first : first + k]
+        products = left * right
+        power = (_power(left) + _power(right)).masked_fill(products == 0, _NONE).amax(-1)
+        power = torch.maximum(power, _power(total))
+        summed = _cut(products, power[..., None] - 25).sum(-1) + _cut(total, power - 25)
+        total = _cut(summed, _power(summed) - 23)
     return total.float()
 
 
-def _cut(x: Tensor, size: Tensor, bits: int) -> Tensor:
-    """x towards 0 on a grid of 2^-bits of the power of two at or below `size`."""
-    grid = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent - 1 - bits)
+_NONE = -2000  # the power of two of 0, below any other
+
+
+def _power(x: Tensor) -> Tensor:
+    """The exponent of the power of two at or below |x|."""
+    return (torch.frexp(x).exponent - 1).masked_fill(x == 0, _NONE)
+
+
+def _cut(x: Tensor, power: Tensor) -> Tensor:
+    """x towards 0 on a grid of 2^power."""
+    grid = torch.ldexp(torch.ones_like(x), power.clamp_min(-1000))
     return torch.trunc(x / grid) * grid
 
 

@@ -2,31 +2,37 @@
 
     @pytest.mark.mla_cases(CONTRACT)
     def test_my_kernel(mla_case):
-        assert_mla(my_kernel(mla_case.inputs), mla_case, CONTRACT)
+        assert_mla(my_kernel(mla_case.inputs), mla_case)
 
-The fixture comes with the package (its pytest plugin); nothing needs to be imported for it.
+The fixture comes with the package (its pytest plugin); nothing needs to be imported for it. Nothing here needs pytest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import operator
+from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from mla_verify.cases import CaseSpec
-from mla_verify.errors import UsageError
-from mla_verify.kernels.contract import Contract, facts_on
+from mla_verify.cases import PHASES, CaseSpec
+from mla_verify.errors import UsageError, did_you_mean
+from mla_verify.formats import DTYPES
+from mla_verify.kernels.contract import Contract
 from mla_verify.results import CaseResult, Verdict
-from mla_verify.suites import SuiteCase, suite_cases
+from mla_verify.suites import SUITES, SuiteCase, suite_cases
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from mla_verify.judge import Judgement
-    from mla_verify.tensors import MLAInputs, MLAOutput
+    from mla_verify.tensors import Buffers, MLAInputs, MLAOutput
 
 __all__ = ["InconclusiveError", "MLACase", "assert_mla", "mla_cases"]
+
+# pytest leaves a frame with this out of a traceback that ends in a UsageError: the message says all, and the line that
+# matters is the caller's.
+_HIDDEN_FOR_USAGE = operator.methodcaller("errisinstance", UsageError)
 
 
 class InconclusiveError(AssertionError):
@@ -40,129 +46,232 @@ def assert_mla(
 ) -> None:
     """Assert that `actual` is what attention over `inputs` gives, within the roundings that the contract declares.
 
-    actual: out, or (out, lse), in the conventions of the contract; of a cache write the cache after it.
-    inputs: tensors, or an `mla_case`, whose inputs must also be able to show the faults that they are made for.
-    contract: without one, fp32 arithmetic with one rounding at the end, and no LSE.
+    actual: out, or (out, lse), in the shapes of MLAOutput and the conventions of the contract; of a cache write the
+    cache after it, which must be a copy of the one in `inputs`.
+    inputs: tensors as they were before the kernel, or an `mla_case`. A case must also be able to show the faults that
+    it is made for, and its kernel must have left its inputs, and what lies around its output buffers, as they were.
+    contract: a case has its own; for tensors without one: fp32 arithmetic with one rounding at the end, and no LSE.
     Raises AssertionError with the failed checks and where the worst element is; InconclusiveError when the inputs
-    could not show a fault; UsageError for inputs that the contract does not take.
+    could not show a fault; UsageError for inputs of another form or dtype than the contract's.
+
+    Of a fused case this shows that the result is right; that it has the same bits as the split one needs the kernel:
+    `mla-verify kernels` compares them.
     """
-    contract = contract or Contract()
+    __tracebackhide__ = True  # a failure points at the caller's line
     case = inputs if isinstance(inputs, MLACase) else None
-    tensors = inputs.inputs if isinstance(inputs, MLACase) else inputs
-    judgement = _judgement(_as_output(actual), tensors, contract, case)
+    judgement = _judgement(actual, case.inputs if case else inputs, contract, case)
     if judgement.verdict is Verdict.PASS:
         return
-    if judgement.verdict is Verdict.NOT_RUN:
-        raise InconclusiveError(judgement.reason)
     from mla_verify.report.text import failure_lines
 
     claim, name = (case.claim, f"  {case}") if case else ("", "")
     result = CaseResult(name, "", judgement.verdict, judgement.reason, judgement.comparisons, claim=claim)
+    if judgement.verdict is Verdict.NOT_RUN:
+        # Its checks all passed; what there is to say is why that means nothing.
+        raise InconclusiveError("\n".join([f"INCONCLUSIVE{name}", f"  {judgement.reason}"]))
     raise AssertionError("\n".join([f"{judgement.verdict.value}{name}", *failure_lines(result)]))
 
 
-@dataclass(frozen=True)
 class MLACase:
-    """One case of a suite, for a test: its spec, what it is for, and its inputs, made when they are asked for."""
+    """One case for a test: its spec, the contract it is judged by, its claim, and its tensors, made when asked for.
 
-    spec: CaseSpec
-    claim: str
-    device: str
+    By hand: MLACase(CaseSpec.parse("decode-absorbed-h16-q1.kv500-p64-bf16-needle-s0"), CONTRACT)
+    """
+
+    def __init__(self, spec: CaseSpec, contract: Contract, claim: str = "", device: str = "cpu") -> None:
+        self.spec = spec
+        self.contract = contract
+        self.claim = claim  # what a kernel that passes is known to do
+        self.device = device
+        self._buffers: list[Buffers] = []
 
     @cached_property
     def inputs(self) -> MLAInputs:
-        """A function of the case alone. The test must not change them."""
+        """AbsorbedInputs, MHAInputs or WriteInputs by the contract's form (mla_verify/tensors.py): a function of the
+        case alone. What no request references is poisoned. Neither kernel nor test may change them.
+        """
+        return self._copy(self._pristine)
+
+    def output_buffers(self) -> MLAOutput:
+        """New buffers for a kernel to write into, full of NaN; of a cache write, a copy of the cache.
+
+        out [T, H, v_dim] in the dtype that the contract's facts declare, lse [T, H] float32. What a kernel writes
+        right before or after them is found by `assert_mla`.
+        """
+        from mla_verify.formats import FORMATS
+        from mla_verify.tensors import output_buffers
+
+        dtype = self.contract.facts(self.spec.dtype).out_dtype
+        self._buffers.append(output_buffers(self.inputs, FORMATS[dtype].torch_dtype))
+        return self._buffers[-1].output
+
+    def broken_rule(self) -> str | None:
+        """What was done to the inputs or around the output buffers that nobody may do, or None. Told once."""
+        if "inputs" not in vars(self):
+            return None
+        from mla_verify.execute import changed_tensors
+
+        changed = changed_tensors(self.inputs, self._pristine)
+        spilled = [where for buffers in self._buffers if (where := buffers.overwritten())]
+        if not changed and not spilled:
+            return None
+        # The fixture asks again after the test. It need not say what the test has failed with.
+        del self.inputs
+        self._buffers.clear()
+        if changed:
+            return f"the kernel changed its input {' and '.join(changed)} in place"
+        return f"the kernel wrote outside its output: {spilled[0]}"
+
+    @cached_property
+    def _pristine(self) -> MLAInputs:
         from mla_verify.inputs import make_inputs
 
-        return make_inputs(self.spec, self.device)
+        return self._copy(make_inputs(self.spec, self.device))
+
+    def _copy(self, inputs: MLAInputs) -> MLAInputs:
+        from mla_verify.execute import private_copy
+
+        return private_copy(inputs, self.contract, self.spec.layout)
 
     def __str__(self) -> str:
         return self.spec.id
 
+    def __repr__(self) -> str:
+        return f"MLACase({self.spec.id})"
+
 
 def mla_cases(
-    contract: Contract, *, suite: str = "smoke", cases: Sequence[str] = (), phases: Sequence[str] = ()
+    contract: Contract,
+    *,
+    suite: str | None = None,
+    cases: Sequence[str] = (),
+    phases: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
 ) -> tuple[SuiteCase, ...]:
-    """The cases of a suite, or those named, that a contract takes; of some phases only, if any are given.
+    """The cases of a suite ("smoke" unless given), or those named, that a contract takes, in their order.
 
+    phases, dtypes: only these, if any are given. Where several names can stand, a single one needs no tuple.
     Raises UsageError for an unknown name, a named case outside the contract, and when nothing is left.
     """
-    named = [SuiteCase(CaseSpec.parse(case), "named by the test") for case in cases]
-    for case in named:
-        why = _why_not(contract, case.spec)
-        if why:
-            raise UsageError(
-                f"case {case.spec.id} is outside the contract: {why}", "name another, or mend the contract"
-            )
-    taken = tuple(
-        case
-        for case in named or suite_cases(suite)
-        if _why_not(contract, case.spec) is None and (not phases or case.spec.phase in phases)
-    )
+    if not isinstance(contract, Contract):
+        of = "its contract, my_kernel.contract" if hasattr(contract, "contract") else "Contract(...)"
+        raise UsageError(f"{type(contract).__name__} is no contract", f"give {of}, of mla_verify.kernels")
+    if suite is not None and cases:
+        raise UsageError("suite and cases exclude each other", "a case is named in full: leave out suite")
+    suite = suite or "smoke"
+    _names("suite", suite, tuple(SUITES))
+    phases, dtypes = _names("phases", phases, PHASES), _names("dtypes", dtypes, DTYPES)
+    chosen = _named(contract, _names("cases", cases)) if cases else suite_cases(suite)
+    why_not = {case: _why_not(contract, case.spec, phases, dtypes) for case in chosen}
+    taken = tuple(case for case, why in why_not.items() if why is None)
     if not taken:
-        raise UsageError(f"no case of suite {suite} is left for this contract", "widen its dtypes, phases or pages")
+        # Cases of other forms are no news, unless there is nothing else.
+        counts = Counter(why for case, why in why_not.items() if why and case.spec.form == contract.form)
+        reasons = "; ".join(f"{count} x {why}" for why, count in counts.most_common(3)) or "none has its form"
+        which = "those named" if cases else f"suite {suite}"
+        hint = "take another suite, widen phases or dtypes, or name cases: cases=(...)"
+        raise UsageError(f"no case of {which} is left for this contract: {reasons}", hint)
     return taken
 
 
-def _why_not(contract: Contract, spec: CaseSpec) -> str | None:
+def _names(what: str, given: Sequence[str], known: Sequence[str] = ()) -> tuple[str, ...]:
+    """One name or several as a tuple. known: all that there are; none: any will do."""
+    if not isinstance(given, str | tuple | list):
+        raise UsageError(f"{what} is {given!r}", "a name, or a tuple of names")
+    names = (given,) if isinstance(given, str) else tuple(given)
+    for name in names:
+        if known and name not in known:
+            singular = what.removesuffix("s")
+            hint = did_you_mean(str(name), known, f"known: {', '.join(known)}")
+            raise UsageError(f"unknown {singular} {name!r}", hint)
+    return names
+
+
+def _named(contract: Contract, ids: Sequence[str]) -> list[SuiteCase]:
+    claims = {case.spec: case.claim for suite in SUITES for case in suite_cases(suite)}
+    specs = dict.fromkeys(CaseSpec.parse(case_id) for case_id in ids)
+    for spec in specs:
+        why = _why_not(contract, spec)
+        if why:
+            raise UsageError(f"case {spec.id} is outside the contract: {why}", "name another, or mend the contract")
+    return [SuiteCase(spec, claims.get(spec, "named by the test, in no suite")) for spec in specs]
+
+
+def _why_not(contract: Contract, spec: CaseSpec, phases: Sequence[str] = (), dtypes: Sequence[str] = ()) -> str | None:
+    """Why a case is outside the contract or not among the phases and dtypes that were asked for, or None."""
     for what, value, known in (
         ("form", spec.form, (contract.form,)),
         ("dtype", spec.dtype, contract.dtypes),
         ("phase", spec.phase, contract.phases),
+        ("dtype", spec.dtype, dtypes or DTYPES),
+        ("phase", spec.phase, phases or PHASES),
     ):
         if value not in known:
             return f"{what} {value} is not among {', '.join(known)}"
     return contract.why_not(spec)
 
 
-def _as_output(actual: object) -> object:
+def _judgement(actual: object, inputs: object, contract: Contract | None, case: MLACase | None) -> Judgement:
+    __tracebackhide__ = _HIDDEN_FOR_USAGE
     from torch import Tensor
 
-    from mla_verify.tensors import MLAOutput
-
-    if isinstance(actual, Tensor):
-        return MLAOutput(actual, None)
-    if isinstance(actual, tuple) and len(actual) == 2:
-        return MLAOutput(*actual)
-    return actual
-
-
-def _judgement(output: object, inputs: MLAInputs, contract: Contract, case: MLACase | None) -> Judgement:
     from mla_verify.execute import checked
     from mla_verify.expected import expect
-    from mla_verify.formats import format_of
     from mla_verify.judge import Judgement, judge_attention, judge_write
     from mla_verify.regimes import REGIME_TABLE
-    from mla_verify.tensors import AbsorbedInputs, MHAInputs, WriteInputs
+    from mla_verify.tensors import MLAOutput, WriteInputs
     from mla_verify.vacuity import fault_sizes
 
-    form = {AbsorbedInputs: "absorbed", MHAInputs: "mha", WriteInputs: "write"}[type(inputs)]
+    tensors, form, dtype = _read(inputs)
+    contract = contract or (case.contract if case else Contract(form=form))
     if form != contract.form:
         raise UsageError(f"inputs of form {form}, a contract of form {contract.form}", "they must be of one form")
-    source = inputs.ckv if isinstance(inputs, WriteInputs) else inputs.queries
-    fmt = format_of(source.dtype)
-    if fmt is None or fmt.name not in contract.dtypes:
-        raise UsageError(f"inputs of dtype {source.dtype}", f"the contract takes {', '.join(contract.dtypes)}")
-    facts = facts_on(contract, fmt.name, inputs.device.type)
-    done = checked(output, inputs, contract, facts.out_dtype)
+    if dtype not in contract.dtypes:
+        raise UsageError(f"inputs of dtype {dtype}", f"the contract takes {', '.join(contract.dtypes)}")
+    broken = case.broken_rule() if case else None
+    if broken:
+        return Judgement(Verdict.FAIL, broken, ())
+    if isinstance(actual, Tensor):
+        actual = MLAOutput(actual, None)
+    elif isinstance(actual, tuple) and len(actual) == 2:
+        actual = MLAOutput(*actual)
+    if not isinstance(actual, MLAOutput):
+        reason = f"the result is {type(actual).__name__}, it must be out, (out, lse) or MLAOutput(out, lse)"
+        return Judgement(Verdict.WRONG_SHAPE, reason, ())
+    facts = contract.facts(dtype)
+    done = checked(actual, tensors, contract, facts.out_dtype)
     if done.output is None:
         assert done.verdict is not None
         return Judgement(done.verdict, done.reason, ())
-    if isinstance(inputs, WriteInputs):
-        return judge_write(done.output, inputs)
-    expected = expect(inputs, [facts])
+    if isinstance(tensors, WriteInputs):
+        if done.output.out.data_ptr() == tensors.kv_cache.data_ptr():
+            raise UsageError(
+                "the cache that was written is inputs.kv_cache itself: what else changed in it cannot be seen",
+                "write into a copy, e.g. mla_case.output_buffers().out or inputs.kv_cache.clone()",
+            )
+        return judge_write(done.output, tensors)
+    expected = expect(tensors, [facts])
     # Real activations claim nothing but that they are not all zero.
     faults = REGIME_TABLE[case.spec.regime].shows if case else ("zeros",)
-    return judge_attention(done.output, inputs, expected, facts, fault_sizes(inputs, expected, faults))
+    return judge_attention(done.output, tensors, expected, facts, fault_sizes(tensors, expected, faults))
 
 
-def run_case(case: SuiteCase, device: str) -> Iterator[MLACase]:
-    """The body of the fixture: the case, and after the test, whether it left the inputs as they were."""
-    from mla_verify.execute import changed_tensors
-    from mla_verify.inputs import make_inputs
+def _read(inputs: object) -> tuple[MLAInputs, str, str]:
+    """The inputs, their form, and the dtype of all their floating tensors."""
+    __tracebackhide__ = _HIDDEN_FOR_USAGE
+    from mla_verify.formats import format_of
+    from mla_verify.tensors import AbsorbedInputs, MHAInputs, WriteInputs
 
-    mine = MLACase(case.spec, case.claim, device)
-    yield mine
-    if "inputs" in vars(mine):
-        changed = changed_tensors(mine.inputs, make_inputs(mine.spec, device))
-        assert not changed, f"the test changed {' and '.join(changed)} of its inputs in place"
+    if not isinstance(inputs, AbsorbedInputs | MHAInputs | WriteInputs):
+        raise UsageError(
+            f"inputs are {type(inputs).__name__}, not AbsorbedInputs, MHAInputs, WriteInputs or MLACase",
+            "assert_mla(actual, inputs): the result first, then what it was computed from",
+        )
+    form = {AbsorbedInputs: "absorbed", MHAInputs: "mha", WriteInputs: "write"}[type(inputs)]
+    floating = {name: t.dtype for name, t in inputs.named_tensors().items() if t.dtype.is_floating_point}
+    formats = {format_of(dtype) for dtype in floating.values()}
+    only = formats.pop()
+    if formats or only is None:
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in floating.items())
+        raise UsageError(f"inputs of other dtypes than one: {listed}", f"all must have one of {', '.join(DTYPES)}")
+    return inputs, form, only.name

@@ -78,16 +78,18 @@ def rounding() -> str:
             sources += [source for source in facts.sources if source not in sources]
             numbers = " ".join(f"[{sources.index(source) + 1}]" for source in facts.sources)
             rows.append([f"`{name}`", dtype, *cells(facts), numbers])
-    header = ["kernel", "inputs", "output", "P", "row sum", "partial outputs", "tile", "sm_scale", "source"]
+    header = ["kernel", "inputs", "output", "P", "row sum", "partial outputs", "tile", "sm_scale", "tensor cores", "source"]
     numbered = "\n".join(f"{number}. {source}" for number, source in enumerate(sources, 1))
     return f"{markdown(header, rows)}\n\n{numbered}"
 
 
 def cells(facts: RoundingFacts) -> list[str]:
+    """One row of `rounding`."""
     partial = "not split" if facts.max_splits == 1 else f"{facts.partial_dtype}, up to {facts.max_splits} splits"
     scale = "one factor" if facts.scale == "product" else "its root on q and k"
     tile = "one chain" if facts.tile is None else f"{facts.tile} keys"
-    return [facts.out_dtype, facts.p_dtype, f"of {facts.rowsum} P", partial, tile, scale]
+    cores = f"k {facts.tensor_core_k}" if facts.tensor_core_k else "no"
+    return [facts.out_dtype, facts.p_dtype, f"of {facts.rowsum} P", partial, tile, scale, cores]
 
 
 def evidence(table: Callable[[], tuple[Sequence[str], list[list[str]], str]]) -> Callable[[], str]:
@@ -107,6 +109,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "rounding": rounding,
     "error_regimes": evidence(evidence_tables.error_regimes),
     "error_rules": evidence(evidence_tables.error_rules),
+    "tensor_cores": evidence(evidence_tables.tensor_cores),
+    "gpu_functions": evidence(evidence_tables.gpu_functions),
     "measured": evidence(evidence_tables.measured),
 }
 

@@ -40,6 +40,26 @@ def error_rules() -> tuple[Sequence[str], list[list[str]], str]:
     return ["dtype", "rule", "honest runs rejected", *faults], rows, origin(data)
 
 
+def tensor_cores() -> tuple[Sequence[str], list[list[str]], str]:
+    """What an instruction cuts off, by how its partial sums grow; mma and wgmma are the same."""
+    data = read("tensor-cores.json")
+    dims = sorted({row["dim"] for row in data["dots"]})
+    found: dict[tuple[str, str], dict[int, set[float]]] = {}
+    for row in data["dots"]:
+        found.setdefault((row["dtype"], row["kind"]), {}).setdefault(row["dim"], set()).add(row["cut"])
+    rows = [[*key, *(" or ".join(map(str, by_dim[dim])) for dim in dims)] for key, by_dim in found.items()]
+    total = sum(row["not_as_emulated"] for row in data["dots"])
+    header = ["operands", "products", *(f"u cut off an instruction, {dim} dims" for dim in dims)]
+    return header, rows, f"Results that differ from the emulation in any bit: {total}. {origin(data)}"
+
+
+def gpu_functions() -> tuple[Sequence[str], list[list[str]], str]:
+    """Errors of exp2, log2 and division."""
+    data = read("tensor-cores.json")
+    rows = [[name, *(str(row[key]) for key in ("max", "rms", "mean"))] for name, row in data["functions"].items()]
+    return ["function", "largest error", "rms", "mean"], rows, origin(data)
+
+
 def measured() -> tuple[Sequence[str], list[list[str]], str]:
     """The figures of benchmarks/measure.py."""
     data = read("measured.json")
