@@ -49,13 +49,17 @@ class Plan:
                 notes.append("hint: the rest runs, but the run ends inconclusive (exit 3); mla-verify list kernels")
             elif name in self.named:
                 notes.append(f"warning: {name} is unavailable here, its cases are UNSUPPORTED: {why}")
-            else:
-                notes.append(f"note: {name} is left out, it is unavailable here: {why}")
+        left_out: dict[str, list[str]] = {}
+        for name, why in self.unavailable.items():
+            if name not in self.named:
+                left_out.setdefault(why, []).append(name)
+        for why, names in left_out.items():
+            notes.append(f"note: {', '.join(names)} left out, unavailable here: {why}")
         notes += _dtype_notes(self)
         idle = [kernel for kernel in self.kernels if all(entry.kernel is not kernel for entry in self.entries)]
-        notes += [
-            f"note: no selected case has {k.name}'s form, {k.contract.form}" for k in idle if k.name in self.named
-        ]
+        for name, contract in ((kernel.name, kernel.contract) for kernel in idle if kernel.name in self.named):
+            kind = f"form {contract.form}, phase {' or '.join(contract.phases)}"
+            notes.append(f"note: no selected case is of {name}'s kind: {kind}")
         return tuple(notes)
 
 
@@ -96,7 +100,7 @@ def build_plan(config: RunConfig) -> Plan:
         )
         for case in cases
         for kernel in kernels
-        if kernel.contract.form == case.form
+        if _belongs(kernel, case, config)
     )
     if not entries:
         raise _nothing_planned(config, kernels, all_cases, cases)
@@ -110,6 +114,16 @@ def build_plan(config: RunConfig) -> Plan:
         dtypes_not_here={kernel.name: found[kernel.name].dtypes for kernel in kernels if found[kernel.name].dtypes},
         claims={kernel.name: _claims(config, kernel, entries, found[kernel.name].dtypes) for kernel in kernels},
     )
+
+
+def _belongs(kernel: Kernel, case: _Case, config: RunConfig) -> bool:
+    """Whether a kernel is of a case's kind.
+
+    A suite has cases of every kind, and a decode kernel has no business with prefill; but who names a case is told when
+    a kernel cannot take it.
+    """
+    named = config.suite is None
+    return kernel.contract.form == case.form and (named or case.phase in kernel.contract.phases)
 
 
 def _dtype_notes(plan: Plan) -> list[str]:

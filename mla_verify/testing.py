@@ -13,7 +13,7 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mla_verify.cases import PHASES, CaseSpec
 from mla_verify.errors import UsageError, did_you_mean
@@ -256,7 +256,7 @@ def _judgement(actual: object, inputs: object, contract: Contract | None, case: 
     return judge_attention(done.output, tensors, expected, facts, fault_sizes(tensors, expected, faults))
 
 
-def _read(inputs: object) -> tuple[MLAInputs, str, str]:
+def _read(inputs: object) -> tuple[MLAInputs, Literal["absorbed", "mha", "write"], str]:
     """The inputs, their form, and the dtype of all their floating tensors."""
     __tracebackhide__ = _HIDDEN_FOR_USAGE
     from mla_verify.formats import format_of
@@ -267,7 +267,9 @@ def _read(inputs: object) -> tuple[MLAInputs, str, str]:
             f"inputs are {type(inputs).__name__}, not AbsorbedInputs, MHAInputs, WriteInputs or MLACase",
             "assert_mla(actual, inputs): the result first, then what it was computed from",
         )
-    form = {AbsorbedInputs: "absorbed", MHAInputs: "mha", WriteInputs: "write"}[type(inputs)]
+    form: Literal["absorbed", "mha", "write"] = "write"
+    if not isinstance(inputs, WriteInputs):
+        form = "absorbed" if isinstance(inputs, AbsorbedInputs) else "mha"
     floating = {name: t.dtype for name, t in inputs.named_tensors().items() if t.dtype.is_floating_point}
     formats = {format_of(dtype) for dtype in floating.values()}
     only = formats.pop()

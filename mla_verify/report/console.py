@@ -47,10 +47,15 @@ def _lines(console: Console, lines: Sequence[str]) -> None:
 
 
 def _not_decided(results: Sequence[CaseResult]) -> list[str]:
-    """One line for all cases of a kernel that stay open for the same reason."""
+    """One line for all cases that stay open for the same reason, with the kernels that it concerns."""
     open_results = [result for result in results if not result.verdict.decided]
-    kinds = Counter((result.verdict.value, result.kernel, result.reason) for result in open_results)
-    lines = [f"{verdict}  {kernel}: {count} x {reason}" for (verdict, kernel, reason), count in kinds.most_common()]
+    kinds: dict[tuple[str, str], Counter[str]] = {}
+    for result in open_results:
+        kinds.setdefault((result.verdict.value, result.reason), Counter())[result.kernel] += 1
+    lines = [
+        f"{verdict}  {', '.join(kernels)}: {kernels.total()} x {reason}"
+        for (verdict, reason), kernels in sorted(kinds.items(), key=lambda item: -item[1].total())
+    ]
     if len(lines) > MAX_BLOCKS:
         lines[MAX_BLOCKS:] = [f"... and {len(lines) - MAX_BLOCKS} more reasons: see --json"]
     for result in open_results:
