@@ -54,7 +54,7 @@ class FunctionKernel(KernelBase):
         return result
 
     def ran(self) -> str:
-        return f"{self._function.__module__}.{self._function.__qualname__}"
+        return str(self._function.__qualname__)
 
 
 def load_file_kernel(name: str) -> Kernel:
