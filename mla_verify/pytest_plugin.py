@@ -63,7 +63,7 @@ def _parameters(definition: pytest.Item) -> list[Any]:
     try:
         bound = inspect.signature(mla_cases).bind(*marker.args, **choice)
     except TypeError as error:
-        raise UsageError(f"{_MARKER}: {error}", f"it is {_SIGNATURE}") from None
+        raise UsageError(f"{_MARKER}: {error}", f"it is {_SIGNATURE}") from error
     contract = bound.arguments["contract"]
     return [(case, contract, device) for case in mla_cases(*bound.args, **bound.kwargs)]
 

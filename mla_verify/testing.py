@@ -162,6 +162,7 @@ def mla_cases(
     _names("suite", suite, tuple(SUITES))
     phases, dtypes = _names("phases", phases, PHASES), _names("dtypes", dtypes, DTYPES)
     chosen = _named(contract, _names("cases", cases)) if cases else suite_cases(suite)
+    # A dict: each case once, however often it was named.
     why_not = {case: _why_not(contract, case.spec, phases, dtypes) for case in chosen}
     taken = tuple(case for case, why in why_not.items() if why is None)
     if not taken:
@@ -189,7 +190,7 @@ def _names(what: str, given: Sequence[str], known: Sequence[str] = ()) -> tuple[
 
 def _named(contract: Contract, ids: Sequence[str]) -> list[SuiteCase]:
     claims = {case.spec: case.claim for suite in SUITES for case in suite_cases(suite)}
-    specs = dict.fromkeys(CaseSpec.parse(case_id) for case_id in ids)
+    specs = [CaseSpec.parse(case_id) for case_id in ids]
     for spec in specs:
         why = _why_not(contract, spec)
         if why:

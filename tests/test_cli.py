@@ -18,6 +18,7 @@ import pytest
 from mla_verify import __version__
 from mla_verify.cli import main
 from mla_verify.config import repeat_command
+from mla_verify.kernels.contract import Contract
 from mla_verify.plan import PlanEntry
 from mla_verify.report.json_report import read_json
 from mla_verify.results import CaseResult, Verdict
@@ -407,7 +408,33 @@ def test_list_kernels_shows_each_contract_and_why_a_kernel_is_unavailable(monkey
     assert first.startswith("absorbed  available on cpu, fake 1.0\n")
     assert second.startswith("gone  unavailable on cpu: gonelib is not installed on cpu\n")
     facts = {" ".join(line.split()) for line in first.splitlines()[1:]}
-    assert facts == {"form absorbed", "dtypes fp32 bf16", "phases decode prefill", "LSE not returned", "pages any"}
+    assert facts == {
+        *("form absorbed", "dtypes fp32, bf16", "phases decode, prefill", "pages any", "heads any", "strides any"),
+        *("LSE not returned", "row without keys out 0", "tail any"),
+    }
+
+
+def test_list_kernels_puts_every_convention_of_a_contract_into_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(Absorbed):
+        contract = Contract(
+            page_sizes=(64, 128),
+            num_heads=(8, 16),
+            strides="contiguous",
+            returns_lse=True,
+            lse_base="2",
+            lse_layout="HT",
+            empty_out="any",
+            empty_lse="+inf",
+            finite_tail=True,
+        )
+
+    monkeypatch.setattr("tests.fakes.Absorbed", Odd)
+    register(monkeypatch, Absorbed)
+    shown = {" ".join(line.split()) for line in invoke("list", "kernels").stdout.splitlines()}
+    assert shown >= {
+        *("pages 64, 128", "heads 8, 16", "strides contiguous", "LSE base 2, [H, T]", "tail finite"),
+        "row without keys out unread, LSE +inf",
+    }
 
 
 def test_list_suites_shows_every_suite_with_its_number_of_cases() -> None:

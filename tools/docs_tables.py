@@ -17,7 +17,8 @@ sys.path.insert(0, str(ROOT))  # the checkout's mla_verify, not an installed one
 
 from mla_verify.dims import ODD_HEADS, PRESETS  # noqa: E402
 from mla_verify.kernels import KERNELS, load_kernel  # noqa: E402
-from mla_verify.kernels.contract import Contract, RoundingFacts  # noqa: E402
+from mla_verify.kernels.contract import RoundingFacts  # noqa: E402
+from mla_verify.report.contracts import HEADINGS, describe_contract  # noqa: E402
 from mla_verify.suites import SUITES, suite_cases  # noqa: E402
 from tools import evidence_tables  # noqa: E402
 
@@ -45,27 +46,9 @@ def dims() -> str:
 
 
 def kernels() -> str:
-    """Every field of every contract but the rounding facts."""
-    rows = [[f"`{name}`", *contract_cells(load_kernel(name).contract)] for name in KERNELS]
-    header = ["kernel", "form", "dtypes", "phases", "pages", "heads", "strides", "LSE", "row without keys", "tail"]
-    return markdown(header, rows)
-
-
-def contract_cells(contract: Contract) -> list[str]:
-    def numbers(values: Sequence[int] | None) -> str:
-        return ", ".join(map(str, values)) if values else "any"
-
-    cells = [contract.form, ", ".join(contract.dtypes), ", ".join(contract.phases)]
-    cells.append("not paged" if contract.form == "mha" else numbers(contract.page_sizes))
-    if contract.form == "write":
-        outside = "slots outside: left out" if contract.skips_out_of_range else "slots outside: not taken"
-        return [*cells, "none", contract.strides, "none", outside, "not read"]
-    lse = f"base {contract.lse_base}, [{', '.join(contract.lse_layout)}]" if contract.returns_lse else "no"
-    empty = {"zero": "out 0", "any": "out unread"}[contract.empty_out]
-    if contract.returns_lse:
-        empty += ", LSE unread" if contract.empty_lse == "any" else f", LSE {contract.empty_lse}"
-    tail = "finite" if contract.finite_tail else "any"
-    return [*cells, numbers(contract.num_heads), contract.strides, lse, empty, tail]
+    words = {name: describe_contract(load_kernel(name).contract) for name in KERNELS}
+    rows = [[f"`{name}`", *(found.get(heading, "") for heading in HEADINGS)] for name, found in words.items()]
+    return markdown(["kernel", *HEADINGS], rows)
 
 
 def rounding() -> str:
@@ -78,9 +61,20 @@ def rounding() -> str:
             sources += [source for source in facts.sources if source not in sources]
             numbers = " ".join(f"[{sources.index(source) + 1}]" for source in facts.sources)
             rows.append([f"`{name}`", dtype, *cells(facts), numbers])
-    header = ["kernel", "inputs", "output", "P", "row sum", "partial outputs", "tile", "sm_scale", "tensor cores", "source"]
+    header = [
+        "kernel",
+        "inputs",
+        "output",
+        "P",
+        "row sum",
+        "partial outputs",
+        "tile",
+        "sm_scale",
+        "tensor cores",
+        "source",
+    ]
     numbered = "\n".join(f"{number}. {source}" for number, source in enumerate(sources, 1))
-    return f"{markdown(header, rows)}\n\n{numbered}"
+    return f"{markdown(['kernel', 'inputs', *roundings, 'source'], rows)}\n\n{numbered}"
 
 
 def cells(facts: RoundingFacts) -> list[str]:

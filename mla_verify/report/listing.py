@@ -8,6 +8,7 @@ from mla_verify.calls import availability
 from mla_verify.dims import ODD_HEADS, PRESETS
 from mla_verify.kernels import kernel_names, load_kernel
 from mla_verify.plan import Plan
+from mla_verify.report.contracts import describe_contract
 from mla_verify.report.text import columns
 from mla_verify.suites import SUITES, suite_cases
 
@@ -40,16 +41,11 @@ def list_kernels(device: str) -> str:
     blocks = []
     for name in kernel_names():
         kernel = load_kernel(name)
-        contract, found = kernel.contract, availability(kernel, device)
+        found = availability(kernel, device)
         why = found.why_not
-        sizes = "any" if contract.page_sizes is None else " ".join(map(str, contract.page_sizes))
         state = f"available on {device}, {kernel.version()}" if why is None else f"unavailable on {device}: {why}"
         facts = [
-            ("form", contract.form),
-            ("dtypes", " ".join(contract.dtypes)),
-            ("phases", " ".join(contract.phases)),
-            *([("LSE", "returned" if contract.returns_lse else "not returned")] if contract.form != "write" else []),
-            *([("pages", sizes)] if contract.form != "mha" else []),
+            *describe_contract(kernel.contract).items(),
             *((f"not {dtype}", why) for dtype, why in found.dtypes.items()),
         ]
         blocks.append("\n".join([f"{name}  {state}", *(f"  {line}" for line in columns(facts).splitlines())]))

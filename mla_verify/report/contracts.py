@@ -1,0 +1,31 @@
+"""A contract in words, for `mla-verify list kernels` and docs/kernels.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mla_verify.kernels.contract import Contract
+
+HEADINGS = ("form", "dtypes", "phases", "pages", "heads", "strides", "LSE", "row without keys", "tail", "slots outside")
+
+
+def describe_contract(contract: Contract) -> dict[str, str]:
+    """Every field but the rounding facts, by HEADINGS; those that mean nothing for its form are left out."""
+    words = {"form": contract.form, "dtypes": ", ".join(contract.dtypes), "phases": ", ".join(contract.phases)}
+    if contract.form != "mha":
+        words["pages"] = _numbers(contract.page_sizes)
+    if contract.form == "write":
+        outside = "left out" if contract.skips_out_of_range else "not taken"
+        return {**words, "strides": contract.strides, "slots outside": outside}
+    words |= {"heads": _numbers(contract.num_heads), "strides": contract.strides, "LSE": "not returned"}
+    words["row without keys"] = {"zero": "out 0", "any": "out unread"}[contract.empty_out]
+    if contract.returns_lse:
+        words["LSE"] = f"base {contract.lse_base}, [{', '.join(contract.lse_layout)}]"
+        words["row without keys"] += ", LSE unread" if contract.empty_lse == "any" else f", LSE {contract.empty_lse}"
+    if contract.form == "absorbed":
+        words["tail"] = "finite" if contract.finite_tail else "any"
+    return words
+
+
+def _numbers(values: Sequence[int] | None) -> str:
+    return ", ".join(map(str, values)) if values else "any"
