@@ -61,18 +61,7 @@ def rounding() -> str:
             sources += [source for source in facts.sources if source not in sources]
             numbers = " ".join(f"[{sources.index(source) + 1}]" for source in facts.sources)
             rows.append([f"`{name}`", dtype, *cells(facts), numbers])
-    header = [
-        "kernel",
-        "inputs",
-        "output",
-        "P",
-        "row sum",
-        "partial outputs",
-        "tile",
-        "sm_scale",
-        "tensor cores",
-        "source",
-    ]
+    roundings = ["output", "P", "row sum", "partial outputs", "tile", "sm_scale", "tensor cores"]
     numbered = "\n".join(f"{number}. {source}" for number, source in enumerate(sources, 1))
     return f"{markdown(['kernel', 'inputs', *roundings, 'source'], rows)}\n\n{numbered}"
 
