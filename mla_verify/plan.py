@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mla_verify.calls import availability
@@ -81,9 +81,9 @@ def build_plan(config: RunConfig) -> Plan:
     """Every selected case on every selected kernel of its form. Raises UsageError when that is nothing."""
     named = tuple(dict.fromkeys([*config.kernels, *config.required]))
     selected = dict.fromkeys([*(config.kernels or kernel_names()), *config.required])
-    loaded = {name: load_kernel(name) for name in selected}
+    loaded, broken = _load(selected, named)
     found = {name: availability(kernel, config.device) for name, kernel in loaded.items()}
-    unavailable = {name: one.why_not for name, one in found.items() if one.why_not}
+    unavailable = broken | {name: one.why_not for name, one in found.items() if one.why_not}
     kernels = tuple(kernel for name, kernel in loaded.items() if name in named or name not in unavailable)
     all_cases = _cases(config)
     cases = [case for case in all_cases if not config.dtypes or case.dtype in config.dtypes]
@@ -114,6 +114,23 @@ def build_plan(config: RunConfig) -> Plan:
         dtypes_not_here={kernel.name: found[kernel.name].dtypes for kernel in kernels if found[kernel.name].dtypes},
         claims={kernel.name: _claims(config, kernel, entries, found[kernel.name].dtypes) for kernel in kernels},
     )
+
+
+def _load(selected: Iterable[str], named: Sequence[str]) -> tuple[dict[str, Kernel], dict[str, str]]:
+    """Kernels by name, and those that another package registers and that do not load, with the reason.
+
+    Raises UsageError for one of the latter that was named.
+    """
+    loaded: dict[str, Kernel] = {}
+    broken: dict[str, str] = {}
+    for name in selected:
+        try:
+            loaded[name] = load_kernel(name)
+        except UsageError as error:
+            if name in named:
+                raise
+            broken[name] = error.message
+    return loaded, broken
 
 
 def _belongs(kernel: Kernel, case: _Case, config: RunConfig) -> bool:
@@ -187,6 +204,9 @@ def _nothing_planned(
     forms = sorted({case.form for case in cases})
     names = " or ".join(kernel.name for kernel in kernels)
     takes = " or ".join(sorted({kernel.contract.form for kernel in kernels}))
-    able = [name for name in kernel_names() if load_kernel(name).contract.form in forms]
+    if any(kernel.contract.form in forms for kernel in kernels):
+        phases = " or ".join(dict.fromkeys(phase for kernel in kernels for phase in kernel.contract.phases))
+        return UsageError(f"{names} takes phase {phases}, which no selected case has", "select more cases or dtypes")
+    able = [name for name, kernel in _load(kernel_names(), ())[0].items() if kernel.contract.form in forms]
     hint = f"kernels of that form: {', '.join(able)}" if able else "mla-verify list kernels shows each kernel's form"
     return UsageError(f"{names} takes form {takes}, and the selected cases have form {' or '.join(forms)}", hint)

@@ -6,6 +6,7 @@ from itertools import groupby
 
 from mla_verify.calls import availability
 from mla_verify.dims import ODD_HEADS, PRESETS
+from mla_verify.errors import UsageError
 from mla_verify.kernels import kernel_names, load_kernel
 from mla_verify.plan import Plan
 from mla_verify.report.contracts import describe_contract
@@ -40,7 +41,11 @@ def list_kernels(device: str) -> str:
     """Each kernel's contract, and whether it can run here on `device` or why not."""
     blocks = []
     for name in kernel_names():
-        kernel = load_kernel(name)
+        try:
+            kernel = load_kernel(name)
+        except UsageError as error:  # of another package, which must not cost the list
+            blocks.append(f"{name}  unavailable: {error.message}")
+            continue
         found = availability(kernel, device)
         why = found.why_not
         state = f"available on {device}, {kernel.version()}" if why is None else f"unavailable on {device}: {why}"
