@@ -59,7 +59,10 @@ def my_decode(inputs: AbsorbedInputs, out: MLAOutput) -> MLAOutput:
     return out
 
 
-@mla_kernel(Contract(form="write"))
+WRITE_CONTRACT = Contract(form="write")
+
+
+@mla_kernel(WRITE_CONTRACT)
 def my_cache_write(inputs: WriteInputs, out: MLAOutput) -> MLAOutput:
     """Write latent and rope part straight into their slots of the cache, which is `out.out`."""
     cache = out.out.view(-1, out.out.shape[-1])  # pages in order: slot s is row s

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mla_verify.cases import CaseSpec
 from mla_verify.kernels import load_kernel
 from mla_verify.kernels.contract import Kernel
-from mla_verify.workers import WorkerDiedError, ask
+from mla_verify.workers import WorkerDiedError, ask, retire
 
 if TYPE_CHECKING:
     from mla_verify.execute import Execution
@@ -94,7 +94,10 @@ def _execute(kernel: Kernel, job: Job, inputs: MLAInputs | None = None) -> Execu
     why_not = kernel.why_not(job.spec, job.device) if job.spec else None
     if why_not:
         return Execution(verdict=Verdict.UNSUPPORTED, reason=why_not)
-    return execute(kernel, inputs or _inputs(job), job.dtype, job.layout)
+    done = execute(kernel, inputs or _inputs(job), job.dtype, job.layout)
+    if done.verdict is Verdict.ERROR and job.device == "cuda":
+        retire()  # an illegal access or a trap leaves no use of the device to this process
+    return done
 
 
 @lru_cache(maxsize=1)  # kernels of one case follow each other, in both layouts

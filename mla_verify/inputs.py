@@ -155,7 +155,7 @@ def indptr(lengths: list[int]) -> Tensor:
 def poison_unreferenced(inputs: AbsorbedInputs, poison: float = POISON) -> AbsorbedInputs:
     """A copy whose unreferenced slots hold `poison` and whose unused page-table entries are huge."""
     num_pages, page_size = inputs.ckv_cache.shape[:2]
-    used = torch.zeros(num_pages * page_size, dtype=torch.bool)
+    used = torch.zeros(num_pages * page_size, dtype=torch.bool, device=inputs.device)
     page_table = inputs.page_table.clone()
     for b, kv_len in enumerate(inputs.kv_lens.tolist()):
         used[slots_of(page_table, b, page_size, kv_len)] = True

@@ -6,7 +6,6 @@ A worker that dies costs the question that it was asked, and nothing else; the n
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import pickle
 import signal
@@ -20,8 +19,8 @@ from typing import IO, Any, TypeVar
 
 _T = TypeVar("_T")
 _LOG_TAIL = 4000  # characters of what a dead worker wrote last
-# Finds modules where we find them, whatever the current folder holds.
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from mla_verify.workers import main; main()"
+# Finds modules where we find them, whatever the current folder holds: nothing but sys is imported before.
+_START = "import sys; sys.path[:] = {path!r}; from mla_verify.workers import main; main()"
 
 # Those that nobody has asked anything just now, and all of them.
 _idle: dict[frozenset[tuple[str, str]], list[_Worker]] = {}
@@ -49,7 +48,7 @@ def ask(environment: Mapping[str, str], function: Callable[..., _T], *args: obje
         worker = idle.pop() if idle else _Worker(environment)
         _all.add(worker)
     try:
-        raised, answer = worker.ask(function, args)
+        raised, answer, retires = worker.ask(function, args)
     except BaseException:
         # Dead, or interrupted while it works on an answer that nobody waits for.
         with _lock:
@@ -57,10 +56,24 @@ def ask(environment: Mapping[str, str], function: Callable[..., _T], *args: obje
         worker.kill()
         raise
     with _lock:
-        idle.append(worker)
+        if retires:
+            _all.discard(worker)
+        else:
+            idle.append(worker)
+    if retires:
+        worker.kill()
     if raised:
         raise answer
     return answer  # type: ignore[no-any-return]
+
+
+_retires = False
+
+
+def retire() -> None:
+    """Called in a worker: this answer is its last. What it did may have left it in no state for another question."""
+    global _retires
+    _retires = True
 
 
 def close_workers() -> None:
@@ -82,7 +95,7 @@ class _Worker:
         # Appended to, since both ends share the file's position.
         self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())],
+            [sys.executable, "-c", _START.format(path=sys.path), str(theirs.fileno())],
             env={**os.environ, **environment},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -92,16 +105,16 @@ class _Worker:
         )
         theirs.close()
 
-    def ask(self, function: Callable[..., Any], args: tuple[object, ...]) -> tuple[bool, Any]:
-        """Whether it raised, and what it raised or returned."""
+    def ask(self, function: Callable[..., Any], args: tuple[object, ...]) -> tuple[bool, Any, bool]:
+        """Whether it raised, what it raised or returned, and whether that was its last answer."""
         shown = os.fstat(self._log.fileno()).st_size
         try:
             self._connection.send_bytes(pickle.dumps((function, args)))
-            raised, answer = pickle.loads(self._connection.recv_bytes())
+            raised, answer, retires = pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError):
             raise WorkerDiedError(self._how(), self._last_words(shown)) from None
         sys.stderr.write(self._written(shown))
-        return raised, answer
+        return raised, answer, retires
 
     def kill(self) -> None:
         self._process.kill()
@@ -127,23 +140,23 @@ def main() -> None:
     import faulthandler
 
     faulthandler.enable()
-    connection = Connection(int(sys.argv[2]))
-    while True:
+    connection = Connection(int(sys.argv[1]))
+    while not _retires:
         try:
             question = connection.recv_bytes()
         except EOFError:
             return
         try:
             function, args = pickle.loads(question)
-            answer = (False, function(*args))
+            answer = (False, function(*args), _retires)
         except Exception as error:
-            answer = (True, error)
+            answer = (True, error, _retires)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(_pickled(answer))
 
 
-def _pickled(answer: tuple[bool, Any]) -> bytes:
+def _pickled(answer: tuple[bool, Any, bool]) -> bytes:
     try:
         text = pickle.dumps(answer)
         pickle.loads(text)  # an exception with arguments of its own may well pickle, and not come back
@@ -151,4 +164,4 @@ def _pickled(answer: tuple[bool, Any]) -> bytes:
     except Exception:
         if not answer[0]:
             raise
-        return pickle.dumps((True, RuntimeError(f"{type(answer[1]).__name__}: {answer[1]}")))
+        return pickle.dumps((True, RuntimeError(f"{type(answer[1]).__name__}: {answer[1]}"), answer[2]))

@@ -28,7 +28,7 @@ def mypy() -> bool:
     install = ("pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(TYPECHECK), ".")
     if not python(*install):
         return False
-    command = [sys.executable, "-m", "mypy", "--strict", str(TYPECHECK / "mla_verify"), "cli.py", "tools"]
+    command = [sys.executable, "-m", "mypy", "--strict", str(TYPECHECK / "mla_verify"), "cli.py", "tools", "examples"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     output = (done.stdout + done.stderr).replace(f"{TYPECHECK}/", "")
     for package in ("reference", "evals"):
