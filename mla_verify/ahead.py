@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -50,5 +51,7 @@ class Ahead:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
-        if any(not future.done() for future in self._futures.values()):
+        # A thread that was between two questions asks the next one yet.
+        while any(future.running() for future in self._futures.values()):
             close_workers()
+            time.sleep(0.05)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mla_verify.cases import CaseSpec
-from mla_verify.kernels import load_kernel
+from mla_verify.kernels import load_kernel_here
 from mla_verify.kernels.contract import Kernel
 from mla_verify.workers import WorkerDiedError, ask, retire
 
@@ -40,6 +40,9 @@ class Job:
 
     def inputs(self) -> MLAInputs:
         """In the split layout: kernels get private copies in their own."""
+        import torch
+
+        torch.set_default_dtype(torch.float32)  # a kernel that ran here before may have changed it
         if self.spec is not None:
             from mla_verify.inputs import make_inputs
 
@@ -60,6 +63,8 @@ def availability(kernel: Kernel, device: str) -> Availability:
         return _in_its_process(kernel, device, _availability, device)
     except WorkerDiedError as death:
         return Availability(f"asking whether it is available ended its process: {death.how}")
+    except Exception as error:
+        return Availability(f"it does not load in its own process: {type(error).__name__}: {error}")
 
 
 def _availability(kernel: Kernel, device: str) -> Availability:
@@ -117,7 +122,7 @@ def _in_its_process(kernel: Kernel, device: str, function: Callable[..., _T], *a
     return answer
 
 
-_kernel = lru_cache(load_kernel)
+_kernel = lru_cache(load_kernel_here)
 
 
 def _by_name(function: Callable[..., _T], name: str, args: tuple[object, ...]) -> _T:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from mla_verify.cases import CaseSpec
 from mla_verify.errors import UsageError, did_you_mean
 from mla_verify.formats import DTYPES
-from mla_verify.kernels import load_kernel
+from mla_verify.kernels import KERNELS, load_kernel
 from mla_verify.report.files import why_unwritable
 from mla_verify.suites import SUITES, suite_cases
 
@@ -66,8 +66,10 @@ def make_config(
     if suite is not None:
         _check_known("suite", [suite], SUITES)
     _check_known("dtype", dtypes, DTYPES)
+    if not {*kernels, *required} <= set(KERNELS):
+        device = resolve_device(device)  # in whose process they are loaded
     for name in (*kernels, *required):
-        load_kernel(name)
+        load_kernel(name, device)
     specs = [_parse_case(case) for case in cases]
     if inputs is not None and not inputs.is_file():
         raise UsageError(f"--inputs {inputs}: there is no such file", "give a .safetensors file, see docs/kernels.md")

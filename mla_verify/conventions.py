@@ -24,6 +24,17 @@ def visible_keys(inputs: AttentionInputs) -> Tensor:
     return (per_token - q_lens.repeat_interleave(q_lens) + position + 1).clamp_min(0)
 
 
+def wrong_empty_rows(actual: MLAOutput, contract: Contract, inputs: MLAInputs) -> str | None:
+    """What is wrong with the LSE of queries without keys that a contract says is +inf, as it was returned, or None."""
+    if isinstance(inputs, WriteInputs) or actual.lse is None or contract.empty_lse != "+inf":
+        return None
+    lse = (actual.lse.T if contract.lse_layout == "HT" else actual.lse)[visible_keys(inputs) == 0]
+    wrong = lse[lse != math.inf]
+    if not len(wrong):
+        return None
+    return f"lse of a query that sees no key: actual {float(wrong[0])}, expected inf, as the contract says"
+
+
 def to_natural(actual: MLAOutput, contract: Contract, inputs: MLAInputs) -> MLAOutput:
     """The result as MLAOutput documents it. Its shapes have been checked; an LSE in base 2 becomes float64."""
     if isinstance(inputs, WriteInputs):

@@ -14,6 +14,9 @@ class UsageError(Exception):
         self.message = message
         self.hint = hint
 
+    def __reduce__(self) -> tuple[type[UsageError], tuple[str, str]]:
+        return type(self), (self.message, self.hint)  # a worker's comes through a pickle
+
     def __str__(self) -> str:
         return f"{self.message}\nhint: {self.hint}"
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mla_verify.compare import wrong_shape
-from mla_verify.conventions import to_natural
+from mla_verify.conventions import to_natural, wrong_empty_rows
 from mla_verify.formats import FORMATS
 from mla_verify.inputs import fuse, poison_unreferenced
 from mla_verify.kernels.contract import Contract, Kernel
@@ -55,10 +55,17 @@ def execute(kernel: Kernel, inputs: MLAInputs, dtype: str, layout: str = "split"
             reason = f"out of memory in the kernel: {first_line(error)}"
             return Execution(verdict=Verdict.NOT_RUN, reason=reason, seconds=seconds)
         reason = f"the kernel raised {type(error).__name__}: {first_line(error)}"
-        return Execution(verdict=Verdict.ERROR, reason=reason, traceback=traceback.format_exc(), seconds=seconds)
+        return Execution(verdict=Verdict.ERROR, reason=reason, traceback=_format_exc(), seconds=seconds)
     done = replace(checked(output, mine, kernel.contract, out_dtype), ran=ran, seconds=seconds)
     broken = _broken_rule(mine, pristine, buffers.overwritten())
     return replace(done, verdict=Verdict.FAIL, reason=broken) if broken else done
+
+
+def _format_exc() -> str:
+    try:
+        return traceback.format_exc()
+    except Exception:
+        return ""
 
 
 def private_copy(inputs: MLAInputs, contract: Contract, layout: str) -> MLAInputs:
@@ -78,6 +85,9 @@ def checked(output: object, inputs: MLAInputs, contract: Contract, out_dtype: st
     wrong = wrong_shape(output, inputs, out_dtype, contract)
     if wrong:
         return Execution(verdict=Verdict.WRONG_SHAPE, reason=wrong)
+    wrong = wrong_empty_rows(output, contract, inputs)
+    if wrong:
+        return Execution(verdict=Verdict.FAIL, reason=wrong)
     return Execution(to_natural(output, contract, inputs))
 
 
@@ -111,4 +121,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text, cut to a sensible length."""
-    return str(error).strip().split("\n")[0][:300]
+    try:
+        return str(error).strip().split("\n")[0][:300]
+    except Exception:  # a kernel's own exception may not even have a text
+        return "its text cannot be had"

@@ -81,7 +81,7 @@ def build_plan(config: RunConfig) -> Plan:
     """Every selected case on every selected kernel of its form. Raises UsageError when that is nothing."""
     named = tuple(dict.fromkeys([*config.kernels, *config.required]))
     selected = dict.fromkeys([*(config.kernels or kernel_names()), *config.required])
-    loaded, broken = _load(selected, named)
+    loaded, broken = _load(selected, named, config.device)
     found = {name: availability(kernel, config.device) for name, kernel in loaded.items()}
     unavailable = broken | {name: one.why_not for name, one in found.items() if one.why_not}
     kernels = tuple(kernel for name, kernel in loaded.items() if name in named or name not in unavailable)
@@ -116,7 +116,7 @@ def build_plan(config: RunConfig) -> Plan:
     )
 
 
-def _load(selected: Iterable[str], named: Sequence[str]) -> tuple[dict[str, Kernel], dict[str, str]]:
+def _load(selected: Iterable[str], named: Sequence[str], device: str) -> tuple[dict[str, Kernel], dict[str, str]]:
     """Kernels by name, and those that another package registers and that do not load, with the reason.
 
     Raises UsageError for one of the latter that was named.
@@ -125,7 +125,7 @@ def _load(selected: Iterable[str], named: Sequence[str]) -> tuple[dict[str, Kern
     broken: dict[str, str] = {}
     for name in selected:
         try:
-            loaded[name] = load_kernel(name)
+            loaded[name] = load_kernel(name, device)
         except UsageError as error:
             if name in named:
                 raise
@@ -206,7 +206,9 @@ def _nothing_planned(
     takes = " or ".join(sorted({kernel.contract.form for kernel in kernels}))
     if any(kernel.contract.form in forms for kernel in kernels):
         phases = " or ".join(dict.fromkeys(phase for kernel in kernels for phase in kernel.contract.phases))
-        return UsageError(f"{names} takes phase {phases}, which no selected case has", "select more cases or dtypes")
-    able = [name for name, kernel in _load(kernel_names(), ())[0].items() if kernel.contract.form in forms]
+        return UsageError(f"{names} takes phase {phases}, which no selected case has", "select more cases")
+    able = [
+        name for name, kernel in _load(kernel_names(), (), config.device)[0].items() if kernel.contract.form in forms
+    ]
     hint = f"kernels of that form: {', '.join(able)}" if able else "mla-verify list kernels shows each kernel's form"
     return UsageError(f"{names} takes form {takes}, and the selected cases have form {' or '.join(forms)}", hint)

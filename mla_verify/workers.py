@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any, TypeVar
@@ -22,9 +23,10 @@ _LOG_TAIL = 4000  # characters of what a dead worker wrote last
 # Finds modules where we find them, whatever the current folder holds: nothing but sys is imported before.
 _START = "import sys; sys.path[:] = {path!r}; from mla_verify.workers import main; main()"
 
-# Those that nobody has asked anything just now, and all of them.
-_idle: dict[frozenset[tuple[str, str]], list[_Worker]] = {}
+# Those that nobody has asked anything just now, the one that rests longest first; and all of them.
+_idle: list[tuple[frozenset[tuple[str, str]], _Worker]] = []
 _all: set[_Worker] = set()
+_MAX_IDLE = 2 * len(os.sched_getaffinity(0))  # each is a process of a few hundred MB
 _lock = threading.Lock()
 
 
@@ -44,8 +46,8 @@ def ask(environment: Mapping[str, str], function: Callable[..., _T], *args: obje
     """
     key = frozenset(environment.items())
     with _lock:
-        idle = _idle.setdefault(key, [])
-        worker = idle.pop() if idle else _Worker(environment)
+        at = next((i for i, (other, _) in enumerate(_idle) if other == key), None)
+        worker = _Worker(environment) if at is None else _idle.pop(at)[1]
         _all.add(worker)
     try:
         raised, answer, retires = worker.ask(function, args)
@@ -56,12 +58,12 @@ def ask(environment: Mapping[str, str], function: Callable[..., _T], *args: obje
         worker.kill()
         raise
     with _lock:
-        if retires:
-            _all.discard(worker)
-        else:
-            idle.append(worker)
-    if retires:
-        worker.kill()
+        if not retires and worker in _all:  # not closed meanwhile
+            _idle.append((key, worker))
+        over = [worker] if retires else [_idle.pop(0)[1]] if len(_idle) > _MAX_IDLE else []
+        _all.difference_update(over)
+    for old in over:
+        old.kill()
     if raised:
         raise answer
     return answer  # type: ignore[no-any-return]
@@ -95,7 +97,8 @@ class _Worker:
         # Appended to, since both ends share the file's position.
         self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START.format(path=sys.path), str(theirs.fileno())],
+            # -u: what a kernel printed before it crashed must not stay in a buffer.
+            [sys.executable, "-u", "-c", _START.format(path=sys.path), str(theirs.fileno())],
             env={**os.environ, **environment},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -139,7 +142,8 @@ def main() -> None:
     """The worker: answers questions until its other end is closed."""
     import faulthandler
 
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)  # the one that crashed
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     connection = Connection(int(sys.argv[1]))
     while not _retires:
         try:
@@ -154,6 +158,13 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(_pickled(answer))
+
+
+def _end_with(parent: int) -> None:
+    """End when the tool is gone, whatever a kernel is still at. (An exit signal of Linux would go by the thread.)"""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _pickled(answer: tuple[bool, Any, bool]) -> bytes:

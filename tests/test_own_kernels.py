@@ -181,7 +181,6 @@ def test_what_a_kernel_printed_before_its_process_ended_is_shown(tmp_path: Path)
     assert "    assertion failed in kernel.cu:17\n" in shown(done)
 
 
-@pytest.mark.xfail(reason="a worker's stdout is a file, so that Python keeps what is printed in a buffer")
 def test_what_a_kernel_printed_before_a_segfault_is_kept(
     one_fresh_worker: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -206,7 +205,6 @@ def test_rows_left_unwritten_are_nan_and_fail(tmp_path: Path) -> None:
     assert "out: worst at request 1, token 0, head 0, dim 0: actual nan" in shown(done)
 
 
-@pytest.mark.xfail(reason="kernels share a worker's torch, and the inputs of later cases are made with it, too")
 @pytest.mark.usefixtures("one_fresh_worker")
 def test_a_setting_of_torchs_that_one_kernel_leaves_behind_is_no_failure_of_another(tmp_path: Path) -> None:
     careless, honest = f"{OWN / 'misbehaves.py'}:changes_torchs_default_dtype", f"{OWN / 'wrong_numbers.py'}:honest"
@@ -214,7 +212,6 @@ def test_a_setting_of_torchs_that_one_kernel_leaves_behind_is_no_failure_of_anot
     assert {result.verdict for result in done.report.results if result.kernel == honest} == {PASS}
 
 
-@pytest.mark.xfail(reason="FunctionKernel.ran asks for __qualname__, which only functions and classes have")
 @pytest.mark.parametrize("name", ["partial", "called_object"])
 def test_whatever_can_be_called_is_a_kernel(tmp_path: Path, name: str) -> None:
     done = run(tmp_path, f"misbehaves:{name}", BATCH)
@@ -262,18 +259,15 @@ def test_plus_infinity_for_rows_without_keys_passes_when_it_is_declared(tmp_path
 def test_plus_infinity_for_rows_without_keys_fails_when_it_is_not_declared(tmp_path: Path) -> None:
     done = run(tmp_path, "conventions:plus_inf_undeclared", EMPTIES, BATCH)
     assert (done.exit_code, done.verdicts) == (1, [FAIL, PASS])
-    assert f"lse: nonfinite {8 * EMPTY_ROWS}, limit 0 ({8 * EMPTY_ROWS} of 48 elements, in heads 0-7)" in shown(done)
     assert "lse: worst at request 1, token 0, head 0: actual inf, expected -inf" in shown(done)
 
 
 def test_minus_infinity_where_plus_infinity_is_declared_fails(tmp_path: Path) -> None:
     done = run(tmp_path, "conventions:minus_inf_where_plus_is_declared", EMPTIES, BATCH)
     assert (done.exit_code, done.verdicts) == (1, [FAIL, PASS])
-    assert failed_checks(done.report.results[0]) == {("lse", "nonfinite")}
-    assert f"lse: nonfinite {8 * EMPTY_ROWS}, limit 0 ({8 * EMPTY_ROWS} of 48 elements, in heads 0-7)" in shown(done)
+    assert done.report.results[0].reason.startswith("lse of a query that sees no key: actual -inf, expected inf")
 
 
-@pytest.mark.xfail(reason="the converted value is shown: 'actual inf' of a kernel that returned -inf")
 def test_of_a_wrong_infinity_the_one_that_was_returned_is_shown(tmp_path: Path) -> None:
     done = run(tmp_path, "conventions:minus_inf_where_plus_is_declared", EMPTIES)
     assert "actual -inf, expected inf" in shown(done)

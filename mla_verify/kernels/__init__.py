@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from mla_verify.errors import UsageError, did_you_mean
 from mla_verify.kernels.contract import Contract, Kernel, KernelBase, RoundingFacts, mla_kernel
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["Contract", "Kernel", "KernelBase", "RoundingFacts", "kernel_names", "load_kernel", "mla_kernel"]
 
@@ -31,41 +35,58 @@ ENTRY_POINTS = "mla_verify.kernels"
 
 def kernel_names() -> tuple[str, ...]:
     """Ours, then those of installed packages. Raises UsageError when two have one name."""
-    return (*KERNELS, *_registered())
+    return (*KERNELS, *registered_kernels())
 
 
-def load_kernel(name: str) -> Kernel:
-    """The kernel of this name, or of this "path/to/file.py:function".
+def load_kernel(name: str, device: str = "cpu") -> Kernel:
+    """The kernel of this name, or of this "path/to/file.py:function", to be run on `device`.
 
     Raises UsageError for an unknown name, a file that does not run, and what is no kernel.
     """
-    from mla_verify.kernels.loading import as_kernel, is_file_kernel, load_file_kernel
+    from mla_verify.kernels.outside import is_file_kernel, load_file_kernel, load_registered_kernel
 
     if is_file_kernel(name):
-        return load_file_kernel(name)
+        return load_file_kernel(name, device)
     if name in KERNELS:
-        module, _, attribute = KERNELS[name].partition(":")
-        kernel: Kernel = getattr(importlib.import_module(module), attribute)()
-        return kernel
-    registered = _registered()
+        return _load_ours(name)
+    registered = registered_kernels()
     if name in registered:
-        return as_kernel(name, registered[name])
+        return load_registered_kernel(name, registered[name].value, device)
     hint = did_you_mean(name, kernel_names(), "mla-verify list kernels shows what there is")
     raise UsageError(f"unknown kernel {name!r}", f"{hint}; your own: path/to/file.py:function")
 
 
+def load_kernel_here(name: str) -> Kernel:
+    """The same, for its own process, in which whatever comes from outside is imported."""
+    from mla_verify.kernels.loading import load_here
+
+    return _load_ours(name) if name in KERNELS else load_here(name)
+
+
+def _load_ours(name: str) -> Kernel:
+    module, _, attribute = KERNELS[name].partition(":")
+    kernel: Kernel = getattr(importlib.import_module(module), attribute)()
+    return kernel
+
+
 @lru_cache
-def _registered() -> Mapping[str, str]:
-    """Entry points: name -> "module:object"."""
+def registered_kernels() -> Mapping[str, EntryPoint]:
+    """Entry points of other packages, by name. Raises UsageError when two have one name."""
     from importlib.metadata import entry_points
 
-    found: dict[str, str] = {}
+    found: dict[str, EntryPoint] = {}
     for point in entry_points(group=ENTRY_POINTS):
-        other = "mla-verify itself" if point.name in KERNELS else found.get(point.name)
-        if other not in (None, point.value):
+        other = "mla-verify itself" if point.name in KERNELS else ""
+        if point.name in found and found[point.name] != point:
+            other = _whose(found[point.name])
+        if other:
             raise UsageError(
-                f"two kernels of one name: {point.name!r} is {point.value} and also of {other}",
+                f"two kernels of one name: {point.name!r} is of {_whose(point)} and also of {other}",
                 f"rename one in its package's entry points, group {ENTRY_POINTS}, or uninstall a package",
             )
-        found[point.name] = point.value
+        found[point.name] = point
     return found
+
+
+def _whose(point: EntryPoint) -> str:
+    return f"{point.dist.name if point.dist else 'an unknown package'} ({point.value})"

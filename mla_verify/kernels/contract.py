@@ -6,7 +6,7 @@ who declares nothing is held to everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
@@ -41,6 +41,35 @@ class RoundingFacts:
     # rounding them. None: q.k and P.V are fp32 sums, rounded to nearest. On a CPU it counts for nothing.
     tensor_core_k: int | None = None
     sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("out_dtype", "p_dtype", "partial_dtype"):
+            _check("RoundingFacts", field, getattr(self, field), DTYPES)
+        _check("RoundingFacts", "rowsum", self.rowsum, ("rounded", "unrounded"))
+        _check("RoundingFacts", "scale", self.scale, ("product", "root"))
+        for field, value in (("max_splits", self.max_splits), ("tile", self.tile or 1), ("k", self.tensor_core_k or 1)):
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"RoundingFacts: {field} is {value!r}", "it must be a positive whole number")
+        if not isinstance(self.sources, tuple):
+            raise UsageError(f"RoundingFacts: sources is {self.sources!r}", 'a tuple of strings: ("file.cu, line 12",)')
+
+
+def _check(what: str, field: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        is_text = isinstance(value, str)
+        listed = f"known: {', '.join(known if is_text else map(repr, known))}"
+        hint = did_you_mean(str(value), known, listed) if is_text else listed
+        raise UsageError(f"{what}: {field} has {value!r}", hint)
+
+
+@dataclass(frozen=True)
+class FactsTable:
+    """Facts that have been asked for: what a contract from another process holds."""
+
+    by_dtype: Mapping[str, RoundingFacts]
+
+    def __call__(self, dtype: str) -> RoundingFacts:
+        return self.by_dtype[dtype]
 
 
 def exact_facts(dtype: str) -> RoundingFacts:
@@ -83,22 +112,26 @@ class Contract:
     def __post_init__(self) -> None:
         if not self.phases and self.form in FORM_PHASES:
             object.__setattr__(self, "phases", FORM_PHASES[self.form])
-        for field, values, known in (
-            ("form", (self.form,), FORMS),
-            ("dtypes", self.dtypes, DTYPES),
-            ("phases", self.phases, FORM_PHASES.get(self.form, ())),
-            ("lse_base", (self.lse_base,), get_args(LSEBase)),
-            ("lse_layout", (self.lse_layout,), get_args(LSELayout)),
-            ("empty_out", (self.empty_out,), get_args(EmptyOut)),
-            ("empty_lse", (self.empty_lse,), get_args(EmptyLSE)),
-            ("strides", (self.strides,), get_args(Strides)),
-        ):
+        _check("contract", "form", self.form, FORMS)
+        for field, known in (("dtypes", DTYPES), ("phases", FORM_PHASES[self.form])):
+            values = getattr(self, field)
             if not isinstance(values, tuple | list) or not values:
                 raise UsageError(f"contract: {field} is {values!r}", f"a tuple of one or more of {', '.join(known)}")
             for value in values:
-                if value not in known:
-                    hint = did_you_mean(str(value), known, f"known: {', '.join(known)}")
-                    raise UsageError(f"contract: {field} has {value!r}", hint)
+                _check("contract", field, value, known)
+        for field, literal in (
+            ("lse_base", LSEBase),
+            ("lse_layout", LSELayout),
+            ("empty_out", EmptyOut),
+            ("empty_lse", EmptyLSE),
+            ("strides", Strides),
+        ):
+            _check("contract", field, getattr(self, field), get_args(literal))
+        for field in ("page_sizes", "num_heads"):
+            values = getattr(self, field)
+            whole = isinstance(values, tuple | list) and all(isinstance(value, int) for value in values)
+            if values is not None and not whole:
+                raise UsageError(f"contract: {field} is {values!r}", "a tuple of numbers, e.g. (64,), or None for any")
         if not callable(self.facts):
             raise UsageError(
                 f"contract: facts is {type(self.facts).__name__}",

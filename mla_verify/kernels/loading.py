@@ -1,4 +1,4 @@
-"""Kernels from outside: a function or class in a file, or one that an installed package registers."""
+"""Kernels from outside, in their own process: a function or class in a file, or one that a package registers."""
 
 from __future__ import annotations
 
@@ -8,26 +8,21 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mla_verify.errors import UsageError, did_you_mean
-from mla_verify.kernels.contract import Contract, Kernel, KernelBase
-from mla_verify.kernels.interpreter import ENVIRONMENT, wrong_dtype
+from mla_verify.kernels.contract import Contract, FactsTable, Kernel, KernelBase, RoundingFacts
+from mla_verify.kernels.interpreter import wrong_dtype
+from mla_verify.kernels.outside import Description, is_file_kernel
 
 if TYPE_CHECKING:
     from mla_verify.tensors import MLAInputs, MLAOutput
 
 _SIGNATURE = "it must take (inputs, out) and return MLAOutput: see examples/my_kernel.py"
-
-
-def is_file_kernel(name: str) -> bool:
-    """Whether a kernel's name is "path/to/file.py:function"."""
-    path, colon, function = name.rpartition(":")
-    return bool(colon) and path.endswith(".py") and bool(function)
 
 
 class FunctionKernel(KernelBase):
@@ -40,9 +35,6 @@ class FunctionKernel(KernelBase):
         self._uses_triton = _uses_triton(module)
         self._version = version
 
-    def own_process(self, device: str) -> Mapping[str, str] | None:
-        return _isolated(device)
-
     def why_not_dtype(self, dtype: str, device: str) -> str | None:
         return wrong_dtype(dtype) if device == "cpu" and self._uses_triton else None
 
@@ -54,29 +46,47 @@ class FunctionKernel(KernelBase):
         return result
 
     def ran(self) -> str:
-        return str(self._function.__qualname__)
+        return str(getattr(self._function, "__qualname__", type(self._function).__name__))
 
 
-def load_file_kernel(name: str) -> Kernel:
-    """The kernel of "path/to/file.py:function". Raises UsageError when that is none."""
-    path_text, _, attribute = name.rpartition(":")
-    path = Path(path_text)
-    if not path.is_file():
-        raise UsageError(f"--kernel {name}: there is no file {path}", "give path/to/file.py:function")
-    module, digest = _run_file(path.resolve())
-    return _kernel_of(name, module, attribute, f"{path.name} sha256 {digest[:12]}")
+def describe(name: str, device: str) -> Description:
+    """What the tool has to know of a kernel. Raises UsageError when there is none of this name, or none that works."""
+    kernel = load_here(name)
+    table = {}
+    for dtype in kernel.contract.dtypes:
+        try:
+            table[dtype] = kernel.contract.facts(dtype)
+        except Exception as error:
+            text = f"{error.message}" if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+            hint = error.hint if isinstance(error, UsageError) else "facts must return RoundingFacts for every dtype"
+            raise UsageError(f"kernel {name}: its facts({dtype!r}) raised {text}", hint) from error
+        if not isinstance(table[dtype], RoundingFacts):
+            what = type(table[dtype]).__name__
+            raise UsageError(f"kernel {name}: its facts({dtype!r}) is {what}", "it must return RoundingFacts")
+    contract = replace(kernel.contract, facts=FactsTable(table))
+    return Description(contract, kernel.version(), kernel.missing(), kernel.own_process(device))
 
 
-def as_kernel(name: str, value: str) -> Kernel:
-    """The kernel of an entry point, "module:object". Raises UsageError when that is none."""
-    module_name, _, attribute = value.partition(":")
+@lru_cache
+def load_here(name: str) -> Kernel:
+    """The kernel itself, imported into this process. Raises UsageError when that is none."""
+    from mla_verify.kernels import registered_kernels
+
+    if is_file_kernel(name):
+        path_text, _, attribute = name.rpartition(":")
+        path = Path(path_text).resolve()
+        module, digest = _run_file(path)
+        return _kernel_of(name, module, attribute, f"{path.name} sha256 {digest[:12]}")
+    point = registered_kernels()[name]
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
+        module = importlib.import_module(point.module)
+    except (Exception, SystemExit) as error:
         hint = "mend or uninstall the package that registers it"
-        raise UsageError(f"kernel {name} ({value}) does not import: {type(error).__name__}: {error}", hint) from error
-    version = f"{module_name} {getattr(sys.modules[module_name.partition('.')[0]], '__version__', 'of no version')}"
-    return _kernel_of(name, module, attribute, version)
+        what = f"{type(error).__name__}: {error}"
+        raise UsageError(f"kernel {name} ({point.value}) does not import: {what}", hint) from error
+    root = sys.modules[point.module.partition(".")[0]]
+    version = f"{point.module} {getattr(root, '__version__', 'of no version')}"
+    return _kernel_of(name, module, point.attr, version)
 
 
 @lru_cache
@@ -93,10 +103,13 @@ def _run_file(path: Path) -> tuple[ModuleType, str]:
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise UsageError(f"{path} does not parse: line {error.lineno}: {error.msg}", "mend the file") from error
+        line = f"line {error.lineno}: " if error.lineno else ""
+        raise UsageError(f"{error.filename or path} does not parse: {line}{error.msg}", "mend the file") from error
     except UsageError as error:
         raise UsageError(f"{path}: {error.message}", error.hint) from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         where = f" (line {lines[-1]})" if lines else ""
         message = f"{path} does not import: {type(error).__name__}: {error}{where}"
@@ -114,11 +127,7 @@ def _kernel_of(name: str, module: ModuleType, attribute: str, version: str) -> K
         return _instance(name, found)
     if not callable(found):
         raise UsageError(f"kernel {name}: {attribute} is {type(found).__name__}, no function", _SIGNATURE)
-    signature = inspect.signature(found)
-    try:
-        signature.bind(object(), object())
-    except TypeError as error:
-        raise UsageError(f"kernel {name}: its signature is {attribute}{signature}", _SIGNATURE) from error
+    _check_signature(name, attribute, found)
     contract = getattr(found, "contract", None)
     if contract is not None and not isinstance(contract, Contract):
         hint = "@mla_kernel(Contract(...)), from mla_verify.kernels"
@@ -131,16 +140,24 @@ def _instance(name: str, found: type) -> Kernel:
     if not (issubclass(found, KernelBase) and has_contract and callable(getattr(found, "run", None))):
         hint = "derive it from mla_verify.kernels.KernelBase, with a `contract` and `run`; or name a function"
         raise UsageError(f"kernel {name}: class {found.__name__} is no kernel", hint)
-    kernel: Any = found()
+    try:
+        kernel: Any = found()
+    except Exception as error:
+        hint = "it must be made without arguments, and without running the kernel"
+        raise UsageError(f"kernel {name}: {found.__name__}() raised {type(error).__name__}: {error}", hint) from error
     kernel.name = name
-    if found.own_process is KernelBase.own_process:
-        kernel.own_process = _isolated
     return kernel  # type: ignore[no-any-return]
 
 
-def _isolated(device: str) -> Mapping[str, str]:
-    """Whatever a kernel from outside does, in a process of its own it takes nothing else down with it."""
-    return ENVIRONMENT if device == "cpu" else {}
+def _check_signature(name: str, attribute: str, function: Any) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # of a function written in C, which will say so when it is called
+    try:
+        signature.bind(object(), object())
+    except TypeError as error:
+        raise UsageError(f"kernel {name}: its signature is {attribute}{signature}", _SIGNATURE) from error
 
 
 def _uses_triton(module: ModuleType) -> bool:

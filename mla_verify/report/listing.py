@@ -42,7 +42,7 @@ def list_kernels(device: str) -> str:
     blocks = []
     for name in kernel_names():
         try:
-            kernel = load_kernel(name)
+            kernel = load_kernel(name, device)
         except UsageError as error:  # of another package, which must not cost the list
             blocks.append(f"{name}  unavailable: {error.message}")
             continue

@@ -51,6 +51,8 @@ def failed_checks(result: CaseResult) -> list[str]:
         for check in failed:
             detail = f" ({check.detail})" if check.detail else ""
             lines.append(f"{comparison.tensor}: {check.name} {check.value:.4g}, limit {check.limit:.4g}{detail}")
+        if any(check.name == "nonfinite" for check in failed):
+            lines.append("    (slots that no request references hold NaN, and so does the output before the call)")
         if failed and comparison.worst:
             lines.append(f"{comparison.tensor}: worst at {comparison.worst}")
     return lines
