@@ -39,10 +39,15 @@ class Ahead:
 
     def finish(self, attempt: Attempt) -> bool:
         """Wait until the attempt has run. False if it is none that runs here. Raises what running it raised."""
-        future = self._futures.pop(id(attempt), None)
-        if future is not None:
+        future = self._futures.get(id(attempt))
+        if future is None:
+            return False
+        try:
             future.result()
-        return future is not None
+        finally:
+            if future.done():  # or else Ctrl-C came, and __exit__ ends it
+                del self._futures[id(attempt)]
+        return True
 
     def __enter__(self) -> Ahead:
         return self
