@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mla_verify.calls import Job, execute_job
 from mla_verify.judge import Judgement
 from mla_verify.kernels.contract import facts_on
-from mla_verify.plan import PlanEntry
+from mla_verify.plan import PlanEntry, why_outside
 from mla_verify.results import CaseResult, Check, Verdict
 
 if TYPE_CHECKING:
@@ -40,14 +40,7 @@ def settle(attempt: Attempt, verdict: Verdict, reason: str) -> None:
 
 def check_contract(attempt: Attempt) -> None:
     """UNSUPPORTED with the reason when the case is outside the kernel's contract."""
-    entry, contract = attempt.entry, attempt.entry.kernel.contract
-    why = entry.unavailable
-    if why is None and entry.dtype not in contract.dtypes:
-        why = f"dtype {entry.dtype} is not among {', '.join(contract.dtypes)}"
-    if why is None and entry.phase not in contract.phases:
-        why = f"phase {entry.phase} is not among {', '.join(contract.phases)}"
-    if why is None and entry.spec is not None:
-        why = contract.why_not(entry.spec)
+    why = why_outside(attempt.entry)
     if why is not None:
         settle(attempt, Verdict.UNSUPPORTED, why)
 

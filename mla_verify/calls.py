@@ -88,7 +88,9 @@ def execute_job(kernel: Kernel, job: Job, inputs: MLAInputs | None = None) -> Ex
     try:
         return _in_its_process(kernel, job.device, _execute, job)
     except WorkerDiedError as death:
-        return Execution(verdict=Verdict.CRASH, reason=f"the kernel's process ended: {death.how}", traceback=death.log)
+        hint = ", as an address outside a tensor does" if "SIGSEGV" in death.how else ""
+        reason = f"the kernel's process ended: {death.how}{hint}"
+        return Execution(verdict=Verdict.CRASH, reason=reason, traceback=death.log)
 
 
 def _execute(kernel: Kernel, job: Job, inputs: MLAInputs | None = None) -> Execution:

@@ -43,9 +43,17 @@ def cli() -> None:
 @click.option("--suite", metavar="NAME", help=f"Cases to run: mla-verify list suites.  [default: {DEFAULT_SUITE}]")
 @click.option("--case", "cases", metavar="ID", multiple=True, help="A case by its id, of a suite or not. Repeatable.")
 @click.option("--inputs", type=_FILE, metavar="FILE", help="Real activations from a .safetensors file, as one case.")
-@click.option("--kernel", "kernels", metavar="NAME", multiple=True, help="Repeatable.  [default: all available here]")
+@click.option(
+    "--kernel",
+    "kernels",
+    metavar="NAME",
+    multiple=True,
+    help="One of `list kernels`, or FILE.py:FUNCTION. Repeatable.  [default: all available here]",
+)
 @click.option("--require", "required", metavar="NAME", multiple=True, help="Inconclusive unless it decides a case.")
-@click.option("--dtype", "dtypes", metavar="NAME", multiple=True, help="Only cases of this dtype. Repeatable.")
+@click.option(
+    "--dtype", "dtypes", metavar="NAME", multiple=True, help="Only cases of this dtype: fp32, fp16, bf16. Repeatable."
+)
 @click.option(
     "--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="auto: cuda if there is one."
 )

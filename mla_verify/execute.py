@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sysconfig
 import time
 import traceback
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import mla_verify
 from mla_verify.compare import wrong_shape
 from mla_verify.conventions import to_natural, wrong_empty_rows
 from mla_verify.formats import FORMATS
@@ -17,6 +20,8 @@ from mla_verify.kernels.contract import Contract, Kernel
 from mla_verify.results import Verdict
 from mla_verify.tensors import AbsorbedInputs, MLAInputs, MLAOutput, output_buffers
 
+# Not the author's: our files, and Python's own.
+_NOT_THEIRS = (Path(mla_verify.__file__).parent, Path(sysconfig.get_path("stdlib")))
 # In fp16's range, and far above any key.
 HUGE = 32768.0
 
@@ -54,11 +59,25 @@ def execute(kernel: Kernel, inputs: MLAInputs, dtype: str, layout: str = "split"
         if out_of_memory(error):
             reason = f"out of memory in the kernel: {first_line(error)}"
             return Execution(verdict=Verdict.NOT_RUN, reason=reason, seconds=seconds)
-        reason = f"the kernel raised {type(error).__name__}: {first_line(error)}"
+        reason = f"the kernel raised {type(error).__name__}: {first_line(error)}{_where(error)}"
         return Execution(verdict=Verdict.ERROR, reason=reason, traceback=_format_exc(), seconds=seconds)
     done = replace(checked(output, mine, kernel.contract, out_dtype), ran=ran, seconds=seconds)
     broken = _broken_rule(mine, pristine, buffers.overwritten())
     return replace(done, verdict=Verdict.FAIL, reason=broken) if broken else done
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of a file of the kernel's author, also in what the exception came from."""
+    found = ""
+    link: BaseException | None = error
+    while link is not None:
+        for frame in traceback.extract_tb(link.__traceback__):
+            path = Path(frame.filename)
+            installed = {"site-packages", "dist-packages"} & set(path.parts) or "<" in path.name
+            if not installed and not any(path.is_relative_to(folder) for folder in _NOT_THEIRS):
+                found = f" ({path.name}, line {frame.lineno})"
+        link = link.__cause__ or link.__context__
+    return found
 
 
 def _format_exc() -> str:

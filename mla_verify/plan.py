@@ -55,6 +55,13 @@ class Plan:
                 left_out.setdefault(why, []).append(name)
         for why, names in left_out.items():
             notes.append(f"note: {', '.join(names)} left out, unavailable here: {why}")
+        default = "form absorbed, every dtype and phase, no LSE, no rounding but that of the result"
+        notes += [
+            f"note: {kernel.name} declares no contract and is held to the default one ({default}): "
+            "@mla_kernel(Contract(...)) declares one"
+            for kernel in self.kernels
+            if not getattr(kernel, "has_contract", True)
+        ]
         notes += _dtype_notes(self)
         idle = [kernel for kernel in self.kernels if all(entry.kernel is not kernel for entry in self.entries)]
         for name, contract in ((kernel.name, kernel.contract) for kernel in idle if kernel.name in self.named):
@@ -131,6 +138,18 @@ def _load(selected: Iterable[str], named: Sequence[str], device: str) -> tuple[d
                 raise
             broken[name] = error.message
     return loaded, broken
+
+
+def why_outside(entry: PlanEntry) -> str | None:
+    """Why a case is outside its kernel's contract, or cannot run here, or None. The kernel itself is not asked."""
+    contract = entry.kernel.contract
+    if entry.unavailable:
+        return entry.unavailable
+    if entry.dtype not in contract.dtypes:
+        return f"dtype {entry.dtype} is not among {', '.join(contract.dtypes)}"
+    if entry.phase not in contract.phases:
+        return f"phase {entry.phase} is not among {', '.join(contract.phases)}"
+    return contract.why_not(entry.spec) if entry.spec else None
 
 
 def _belongs(kernel: Kernel, case: _Case, config: RunConfig) -> bool:

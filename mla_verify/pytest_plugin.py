@@ -27,12 +27,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "mla_case" not in metafunc.fixturenames:
+    # A module's marker is for those of its tests that want cases; a test's own is for itself.
+    has_own = any(mark.name == _MARKER for mark in metafunc.definition.own_markers)
+    if "mla_case" not in metafunc.fixturenames and not has_own:
         return
     from mla_verify.errors import UsageError
 
     parameters, problem = [], ""
     try:
+        if "mla_case" not in metafunc.fixturenames:
+            raise UsageError(f"the test has {_MARKER} and no argument mla_case", "without it, it runs once, on no case")
         parameters = _parameters(metafunc.definition)
     except UsageError as error:
         problem = f"{metafunc.definition.nodeid}: {error}"

@@ -41,13 +41,13 @@ RANK_HEADS = tuple(
     sorted({p.heads_at(tp) for p in PRESETS.values() for tp in p.tensor_parallel_sizes()} | set(ODD_HEADS))
 )
 
-_EDGES = "q1.kv1+q1.kv2+q1.kv31+q1.kv32+q1.kv33+q1.kv63+q1.kv64+q1.kv65+q1.kv127+q1.kv129"
+_EDGES = "q1.kv1+q1.kv2+q1.kv0+q1.kv31+q1.kv32+q1.kv33+q1.kv63+q1.kv64+q1.kv65+q1.kv127+q1.kv129"
 _EMPTIES = "q1.kv33+q1.kv0+q5.kv100+q0.kv64+q3.kv2+q2.kv0+q1.kv500"
 
 _FLAT = "every key up to kv_len weighs in once, and none beyond"
 _NEEDLE = "each key at an edge of a tile, page or split is read by the heads that look for it"
 _UNEQUAL = "parts of the keys of very unequal mass merge right"
-_LENGTHS = "lengths on and beside tile and page edges are right in one batch"
+_LENGTHS = "lengths on and beside tile and page edges, and no key at all, are right in one batch"
 _SPREAD = "heads from flat to one-hot, keys of uneven size and values off centre are right together"
 _HEADS = "{h} heads of one rank are each right: none is padded, folded or overwritten"
 _PAGES = "pages of {p} tokens are found through a permuted table, partial last pages included"
@@ -75,6 +75,11 @@ _SMOKE: tuple[tuple[str, str, str], ...] = (
     *(
         (f"decode-absorbed-h{h}-q1.kv333-p64-DT-mixed-s0", "fp16 bf16" if h < 16 else "bf16", _HEADS.format(h=h))
         for h in (8, 12, 20, 32, 64, 96, 128)
+    ),
+    # Few keys, so that Triton's interpreter can have many heads.
+    *(
+        (f"decode-absorbed-h{h}-q1.kv61-p16-DT-mixed-s0", "fp32 fp16", _HEADS.format(h=h))
+        for h in (20, 32, 64, 96, 128)
     ),
     (
         "decode-absorbed-h16-q1.kv1500-p64-DT-unequal-s0",

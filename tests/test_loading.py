@@ -272,7 +272,14 @@ def test_a_bare_number_is_no_tuple(tmp_path: Path, field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "facts", ["RoundingFacts('bfloat16')", "RoundingFacts(d, p_dtype='bfloat16')", "RoundingFacts(d, sources=['x'])"]
+    "facts",
+    [
+        "RoundingFacts('bfloat16')",
+        "RoundingFacts(d, p_dtype='bfloat16')",
+        "RoundingFacts(d, sources=['x'])",
+        "RoundingFacts(d, tile=0)",
+        "RoundingFacts(d, rowsum='sometimes')",
+    ],
 )
 def test_rounding_facts_that_make_no_sense_are_refused(tmp_path: Path, facts: str) -> None:
     text = KERNEL.replace("emulated.facts", f"lambda d: {facts}")
@@ -288,11 +295,10 @@ def test_an_unknown_name_is_answered_with_the_one_it_resembles_and_the_form_of_o
     assert hint.startswith("did you mean triton-decode") and hint.endswith("; your own: path/to/file.py:function")
 
 
-@pytest.mark.parametrize("name", ["xyzzy", "examples/my_kernel.py", "examples/my_kernel:decode", "my_kernel.py:"])
-def test_a_name_that_resembles_none_says_where_they_are_listed(name: str) -> None:
-    message, hint = refused(name)
-    assert message == f"unknown kernel {name!r}"
-    assert hint.endswith("; your own: path/to/file.py:function")
+def test_a_name_that_resembles_none_says_where_they_are_listed() -> None:
+    message, hint = refused("xyzzy")
+    assert message == "unknown kernel 'xyzzy'"
+    assert hint == "mla-verify list kernels shows what there is; your own: path/to/file.py:function"
 
 
 # Entry points
@@ -433,3 +439,29 @@ def test_a_registered_module_that_exits_on_import_does_not_end_the_tool_as_if_al
     packages.install("acme", "acme_thirteen", "import sys\nsys.exit(0)\n", acme_decode="decode")
     done = run("acme-decode")
     assert done.exit_code == 2
+
+
+def test_a_function_without_a_contract_is_said_to_be_held_to_the_default_one(tmp_path: Path) -> None:
+    path = write(tmp_path, KERNEL.replace("@mla_kernel(Contract(phases=('decode',), facts=emulated.facts))\n", ""))
+    done = invoke("kernels", "--kernel", f"{path}:decode", "--case", SINGLE, "--list")
+    assert f"note: {path}:decode declares no contract and is held to the default one (form absorbed, " in done.stderr
+    with_one = invoke("kernels", "--kernel", f"{write(tmp_path, KERNEL, 'b.py')}:decode", "--case", SINGLE, "--list")
+    assert "declares no contract" not in with_one.stderr
+
+
+def test_the_list_of_what_would_run_marks_what_is_outside_the_contract(tmp_path: Path) -> None:
+    text = KERNEL.replace("phases=('decode',)", "phases=('decode',), page_sizes=(16,)")
+    path = write(tmp_path, text)
+    here, outside = SINGLE.replace("p64", "p16"), SINGLE
+    done = invoke("kernels", "--kernel", f"{path}:decode", *cases(here, outside), "--list")
+    lines = done.stdout.splitlines()
+    assert f"{here}  {path}:decode" in lines and outside in lines
+    assert f"    UNSUPPORTED by {path}:decode: page size 64 is not among 16" in lines
+    assert lines[-1] == "2 cases, 2 verdicts planned, 1 of them UNSUPPORTED"
+
+
+@pytest.mark.parametrize("name", ["mine.py", "mine:decode", "folder/mine.py:"])
+def test_a_file_without_its_function_is_told_how_it_is_written(name: str) -> None:
+    message, hint = refused(name)
+    assert message == f"unknown kernel {name!r}"
+    assert hint == "your own is path/to/file.py:function"

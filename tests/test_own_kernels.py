@@ -33,6 +33,12 @@ def run(folder: Path, kernel: str, *case_ids: str) -> Run:
     return verify(folder, "--kernel", f"{OWN / file}.py:{function}", *cases(*case_ids))
 
 
+def line_of(text: str) -> int:
+    lines = (OWN / "misbehaves.py").read_text().splitlines()
+    (number,) = [number for number, line in enumerate(lines, 1) if text in line]
+    return number
+
+
 def shown(run: Run) -> str:
     """The block of the first wrong result, as the terminal shows it."""
     start = run.done.stdout.index("  claim   ")
@@ -135,9 +141,14 @@ def test_one_nan_fails_and_is_located(tmp_path: Path) -> None:
             "FAIL",
             "the kernel wrote outside its output: 8192 bytes right after its out buffer",
         ),
-        ("raises", "ERROR", "the kernel raised NotImplementedError: no batches yet [WIP]"),
-        ("exits_politely", "ERROR", "the kernel raised SystemExit: 0"),
-        ("segfaults", "CRASH", "the kernel's process ended: killed by SIGSEGV"),
+        (
+            "raises",
+            "ERROR",
+            "the kernel raised NotImplementedError: no batches yet [WIP] "
+            f"(misbehaves.py, line {line_of('raise NotImplementedError')})",
+        ),
+        ("exits_politely", "ERROR", f"the kernel raised SystemExit: 0 (misbehaves.py, line {line_of('sys.exit(0)')})"),
+        ("segfaults", "CRASH", "the kernel's process ended: killed by SIGSEGV, as an address outside a tensor does"),
         ("exits_at_once", "CRASH", "the kernel's process ended: exit code 3"),
     ],
 )
@@ -150,12 +161,6 @@ def test_what_is_no_result_exits_1_with_its_reason_and_the_other_cases_get_their
     assert f"{verdict}  {OWN / 'misbehaves.py'}:{function}  {BATCH}\n" in done.done.stdout
     assert f"  reason  {reason}\n" in shown(done) + "\n"
     assert "Traceback" not in done.done.stderr
-
-
-def line_of(text: str) -> int:
-    lines = (OWN / "misbehaves.py").read_text().splitlines()
-    (number,) = [number for number, line in enumerate(lines, 1) if text in line]
-    return number
 
 
 @pytest.mark.parametrize(
@@ -224,7 +229,7 @@ def test_whatever_can_be_called_is_a_kernel(tmp_path: Path, name: str) -> None:
 def test_a_phase_that_is_claimed_and_raises_exits_1(tmp_path: Path) -> None:
     done = run(tmp_path, "misbehaves:claims_prefill", BATCH, PREFILL)
     assert (done.exit_code, done.verdicts) == (1, [PASS, Verdict.ERROR])
-    assert "  reason  the kernel raised ValueError: this kernel takes one query token a request\n" in shown(done)
+    assert "  reason  the kernel raised ValueError: this kernel takes one query token a request (" in shown(done)
     assert f'misbehaves.py", line {line_of("raise ValueError")}, in claims_prefill' in shown(done)
 
 
@@ -402,3 +407,26 @@ def test_a_cache_write_that_forgets_the_rope_part_is_told_that_part_alone(tmp_pa
     assert failed_checks(done.only) == {("kv_cache", "rope")}
     assert "100 of 100 written rows have a wrong rope part and still hold what was there before: slots " in shown(done)
     assert "kv_cache: worst at request 0, token 0, head 0, dim 512: actual nan, expected " in shown(done)
+
+
+DEEP = """
+import statistics
+from mla_verify.kernels import Contract, mla_kernel
+
+def average(values):
+    return statistics.mean(values)
+
+@mla_kernel(Contract(phases=("decode",)))
+def decode(inputs, out):
+    try:
+        average([])
+    except statistics.StatisticsError as error:
+        raise RuntimeError("compilation failed") from error
+"""
+
+
+def test_an_error_names_the_innermost_line_of_the_users_own_file(tmp_path: Path) -> None:
+    """Also where a library, as Triton's compiler does, raises something of its own from it."""
+    (tmp_path / "deep.py").write_text(DEEP)
+    done = verify(tmp_path, "--kernel", f"{tmp_path / 'deep.py'}:decode", *cases(SINGLE))
+    assert done.only.reason == "the kernel raised RuntimeError: compilation failed (deep.py, line 6)"

@@ -279,6 +279,17 @@ def test_a_mistake_in_a_marker_is_told_at_collection_with_the_next_step_and_noth
         assert len(report.strip().splitlines()) == 2, report
 
 
+def test_a_test_that_is_marked_and_takes_no_case_is_no_test_that_passed(tmp_path: Path) -> None:
+    text = "@pytest.mark.mla_cases(CONTRACT)\ndef test_a(): ...\n"
+    write_tests(tmp_path, "test_marked.py", text, LIGHT)
+    done = run_pytest(tmp_path)
+    assert done.exit_code == pytest.ExitCode.INTERRUPTED
+    assert "test_a: the test has mla_cases and no argument mla_case\nhint: without it, it runs once" in done.output
+    # A module's marker is for those of its tests that take cases.
+    write_tests(tmp_path, "test_marked.py", "pytestmark = pytest.mark.mla_cases(CONTRACT)\ndef test_a(): ...\n", LIGHT)
+    assert run_pytest(tmp_path).outcome == "1 passed"
+
+
 # Everybody else's pytest
 
 
@@ -328,9 +339,9 @@ def test_strict_markers_know_the_marker_and_without_the_plugin_neither_it_nor_th
 
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
-    """Copies of the example's two files, as a reader makes them."""
+    """A copy of the example, as a reader makes it."""
     (folder := tmp_path / "examples").mkdir()
-    for name in ("my_kernel.py", "test_my_kernel.py"):
+    for name in ("__init__.py", "my_kernel.py", "test_my_kernel.py"):
         shutil.copy(ROOT / "examples" / name, folder)
     return tmp_path
 

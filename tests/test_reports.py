@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from mla_verify.errors import UsageError
-from mla_verify.report.console import MAX_BLOCKS, print_report
+from mla_verify.report.console import MAX_BLOCKS, MAX_LINES, print_report
 from mla_verify.report.files import write_whole
 from mla_verify.report.json_report import read_json, to_json
 from mla_verify.report.junit import to_junit
@@ -222,11 +222,22 @@ def test_console_shows_the_reason_and_the_end_of_the_traceback_of_a_kernel_that_
     assert "frame 20" not in text
 
 
-def test_console_shows_a_limited_number_of_failures_and_how_many_more_there_are() -> None:
-    results = [result(Verdict.FAIL, DECODE.replace("-s7", f"-s{n}")) for n in range(MAX_BLOCKS + 3)]
+def test_console_shows_a_few_failures_of_each_kernel_in_full_the_next_in_a_line_and_how_many_more_there_are() -> None:
+    count = MAX_BLOCKS + MAX_LINES + 3
+    results = [result(Verdict.FAIL, DECODE.replace("-s7", f"-s{n}"), k) for k in ("a", "b") for n in range(count)]
     text = shown(report_of(results))
-    assert text.count("  repeat  ") == MAX_BLOCKS
-    assert "... and 3 more that are wrong" in text
+    assert text.count("  repeat  ") == 2 * MAX_BLOCKS
+    for kernel in ("a", "b"):
+        short = f"FAIL  {kernel}  {DECODE.replace('-s7', f'-s{MAX_BLOCKS}')}  a reason for FAIL\n"
+        assert text.count(short) == 1
+        assert f"... and 3 more of {kernel} that are wrong: --json has all" in text
+
+
+def test_console_says_of_which_dtypes_nothing_is_known() -> None:
+    undecided = [result(Verdict.UNSUPPORTED, PREFILL, kernel) for kernel in ("a", "b")]  # bf16; DECODE is fp32
+    lines = shown(report_of([result(Verdict.PASS, DECODE, "a"), *undecided])).splitlines()
+    assert lines[-1] == "  not checked: bf16 of a, b"
+    assert "not checked" not in shown(report_of([result(Verdict.PASS, DECODE, "a")]))
 
 
 def test_console_gathers_open_cases_by_reason() -> None:

@@ -52,6 +52,8 @@ def load_kernel(name: str, device: str = "cpu") -> Kernel:
     registered = registered_kernels()
     if name in registered:
         return load_registered_kernel(name, registered[name].value, device)
+    if ":" in name or name.endswith(".py"):
+        raise UsageError(f"unknown kernel {name!r}", "your own is path/to/file.py:function")
     hint = did_you_mean(name, kernel_names(), "mla-verify list kernels shows what there is")
     raise UsageError(f"unknown kernel {name!r}", f"{hint}; your own: path/to/file.py:function")
 

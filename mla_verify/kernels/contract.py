@@ -47,8 +47,10 @@ class RoundingFacts:
             _check("RoundingFacts", field, getattr(self, field), DTYPES)
         _check("RoundingFacts", "rowsum", self.rowsum, ("rounded", "unrounded"))
         _check("RoundingFacts", "scale", self.scale, ("product", "root"))
-        for field, value in (("max_splits", self.max_splits), ("tile", self.tile or 1), ("k", self.tensor_core_k or 1)):
-            if not isinstance(value, int) or value < 1:
+        for field in ("max_splits", "tile", "tensor_core_k"):
+            value = getattr(self, field)
+            optional = value is None and field != "max_splits"
+            if not optional and (not isinstance(value, int) or value < 1):
                 raise UsageError(f"RoundingFacts: {field} is {value!r}", "it must be a positive whole number")
         if not isinstance(self.sources, tuple):
             raise UsageError(f"RoundingFacts: sources is {self.sources!r}", 'a tuple of strings: ("file.cu, line 12",)')

@@ -14,8 +14,8 @@ from mla_verify.kernels.contract import KernelBase
 
 # The interpreter's dots are many and small: on busy cores, threads make them several times slower.
 ENVIRONMENT: Mapping[str, str] = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-# The interpreter takes milliseconds for what a GPU does in nanoseconds; larger cases belong on one.
-MAX_HEADS, MAX_KEYS = 16, 512
+# 16 heads x 512 keys: the interpreter takes milliseconds for what a GPU does in nanoseconds.
+MAX_SCORES = 16 * 512
 
 
 class TritonKernel(KernelBase):
@@ -37,9 +37,9 @@ class TritonKernel(KernelBase):
 def too_large(spec: CaseSpec) -> str | None:
     """Why a case is left to a GPU, or None. Cache writes have one program a token, which is quick."""
     longest = max(request.kv_len for request in spec.requests)
-    if spec.form == "write" or (spec.num_heads <= MAX_HEADS and longest <= MAX_KEYS):
+    if spec.form == "write" or (spec.num_heads * longest <= MAX_SCORES and longest <= 512):
         return None
-    return f"over {MAX_HEADS} heads or {MAX_KEYS} keys a request, which Triton's interpreter would take too long for"
+    return "over 512 keys a request, or 8192 scores a query, which Triton's interpreter would take too long for"
 
 
 @lru_cache

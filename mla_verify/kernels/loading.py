@@ -30,7 +30,8 @@ class FunctionKernel(KernelBase):
 
     def __init__(self, name: str, function: Any, module: ModuleType, version: str) -> None:
         self.name = name
-        self.contract: Contract = getattr(function, "contract", None) or Contract()
+        self.has_contract = getattr(function, "contract", None) is not None
+        self.contract: Contract = function.contract if self.has_contract else Contract()
         self._function = function
         self._uses_triton = _uses_triton(module)
         self._version = version
@@ -64,7 +65,8 @@ def describe(name: str, device: str) -> Description:
             what = type(table[dtype]).__name__
             raise UsageError(f"kernel {name}: its facts({dtype!r}) is {what}", "it must return RoundingFacts")
     contract = replace(kernel.contract, facts=FactsTable(table))
-    return Description(contract, kernel.version(), kernel.missing(), kernel.own_process(device))
+    has_contract = not isinstance(kernel, FunctionKernel) or kernel.has_contract
+    return Description(contract, kernel.version(), kernel.missing(), kernel.own_process(device), has_contract)
 
 
 @lru_cache

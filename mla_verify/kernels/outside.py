@@ -22,6 +22,7 @@ class Description:
     version: str
     missing: str | None
     environment: Mapping[str, str] | None  # that it asks for itself
+    has_contract: bool = True  # False: the default one, which nobody wrote
 
 
 class OutsideKernel(KernelBase):
@@ -30,6 +31,7 @@ class OutsideKernel(KernelBase):
     def __init__(self, name: str, described: Description, environment: Mapping[str, str]) -> None:
         self.name = name
         self.contract = described.contract
+        self.has_contract = described.has_contract
         self._described = described
         self._environment = environment
 

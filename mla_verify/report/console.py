@@ -6,27 +6,35 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mla_verify.report.text import failure_lines, worst_of
+from mla_verify.report.text import failed_checks, failure_lines, worst_of
 from mla_verify.results import CaseResult, RunReport, Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-MAX_BLOCKS = 20  # failures shown in full: enough to see a pattern, and the table and the decision stay in sight
+# Of each kernel: enough to see what is wrong, and the lines after them to see where. The JSON report has all.
+MAX_BLOCKS = 3
+MAX_LINES = 20  # of anything else that could be long
 _STYLES = {"pass": "bold green", "wrong": "bold red", "inconclusive": "bold yellow", "interrupted": "bold yellow"}
 
 
 def print_report(report: RunReport, console: Console) -> None:
     """Print the whole report. Ids and commands are never wrapped, so that they can be copied and searched for."""
     wrong = [result for result in report.results if result.verdict.wrong]
-    for result in wrong[:MAX_BLOCKS]:
-        _line(console, f"{result.verdict.value}  {result.kernel}  {result.case}", style="bold red")
-        _lines(console, [*failure_lines(result), ""])
-    if len(wrong) > MAX_BLOCKS:
-        _lines(
-            console, [f"... and {len(wrong) - MAX_BLOCKS} more that are wrong: see the table, or --json for all", ""]
-        )
+    by_kernel: dict[str, list[CaseResult]] = {}
+    for result in wrong:
+        by_kernel.setdefault(result.kernel, []).append(result)
+    for mine in by_kernel.values():
+        for result in mine[:MAX_BLOCKS]:
+            _line(console, f"{result.verdict.value}  {result.kernel}  {result.case}", style="bold red")
+            _lines(console, [*failure_lines(result), ""])
+        more = mine[MAX_BLOCKS:]
+        for result in more[:MAX_LINES]:
+            _line(console, f"{result.verdict.value}  {result.kernel}  {result.case}  {_first_check(result)}")
+        if len(more) > MAX_LINES:
+            _line(console, f"... and {len(more) - MAX_LINES} more of {result.kernel} that are wrong: --json has all")
+        _lines(console, [""] if more else [])
     _lines(console, _not_decided(report.results))
     _print_table(console, _table(report))
     _lines(console, _worst_lines(report))
@@ -34,6 +42,24 @@ def print_report(report: RunReport, console: Console) -> None:
     headline = f"{report.decision.upper()}: {decided} of {len(report.plan)} planned cases decided, {len(wrong)} wrong"
     _line(console, f"{headline} (exit {report.exit_code})", style=_STYLES.get(report.decision, ""))
     _lines(console, [f"  {reason}" for reason in report.reasons])
+    _lines(console, _unchecked(report))
+
+
+def _first_check(result: CaseResult) -> str:
+    """The shortest word on what is wrong."""
+    failed = failed_checks(result)
+    return failed[0] if failed else result.reason
+
+
+def _unchecked(report: RunReport) -> list[str]:
+    """Dtypes in which cases of a kernel were planned and none was decided: nothing is known of these."""
+    kernels: dict[str, list[str]] = {}
+    for kernel in dict.fromkeys(planned.kernel for planned in report.plan):
+        mine = [result for result in report.results if result.kernel == kernel]
+        decided = {result.dtype for result in mine if result.verdict.decided}
+        for dtype in dict.fromkeys(result.dtype for result in mine if result.dtype not in decided):
+            kernels.setdefault(dtype, []).append(kernel)
+    return [f"  not checked: {dtype} of {', '.join(names)}" for dtype, names in kernels.items()]
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
@@ -56,8 +82,8 @@ def _not_decided(results: Sequence[CaseResult]) -> list[str]:
         f"{verdict}  {', '.join(kernels)}: {kernels.total()} x {reason}"
         for (verdict, reason), kernels in sorted(kinds.items(), key=lambda item: -item[1].total())
     ]
-    if len(lines) > MAX_BLOCKS:
-        lines[MAX_BLOCKS:] = [f"... and {len(lines) - MAX_BLOCKS} more reasons: see --json"]
+    if len(lines) > MAX_LINES:
+        lines[MAX_LINES:] = [f"... and {len(lines) - MAX_LINES} more reasons: see --json"]
     for result in open_results:
         if result.tool_error and result.traceback:
             lines += ["", f"mla-verify itself failed on {result.case}:", *result.traceback.rstrip().splitlines()]

@@ -8,7 +8,7 @@ from mla_verify.calls import availability
 from mla_verify.dims import ODD_HEADS, PRESETS
 from mla_verify.errors import UsageError
 from mla_verify.kernels import kernel_names, load_kernel
-from mla_verify.plan import Plan
+from mla_verify.plan import Plan, why_outside
 from mla_verify.report.contracts import describe_contract
 from mla_verify.report.text import columns
 from mla_verify.suites import SUITES, suite_cases
@@ -61,7 +61,12 @@ def list_plan(plan: Plan) -> str:
     """Each case with its kernels and its claim."""
     lines = []
     for (case_id, claim), group in groupby(plan.entries, key=lambda entry: (entry.case_id, entry.claim)):
-        entries = list(group)
-        lines += [f"{case_id}  {' '.join(entry.kernel.name for entry in entries)}", f"    {claim}"]
-    cases = len({entry.case_id for entry in plan.entries})
-    return "\n".join([*lines, "", f"{cases} cases, {len(plan.entries)} verdicts planned"])
+        reasons = [(entry.kernel.name, why_outside(entry)) for entry in group]
+        lines += [f"{case_id}  {' '.join(name for name, why in reasons if why is None)}".rstrip(), f"    {claim}"]
+        lines += [f"    UNSUPPORTED by {name}: {why}" for name, why in reasons if why]
+    cases, outside = (
+        len({entry.case_id for entry in plan.entries}),
+        sum(why_outside(e) is not None for e in plan.entries),
+    )
+    some = f", {outside} of them UNSUPPORTED" if outside else ""
+    return "\n".join([*lines, "", f"{cases} cases, {len(plan.entries)} verdicts planned{some}"])

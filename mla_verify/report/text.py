@@ -50,7 +50,9 @@ def failed_checks(result: CaseResult) -> list[str]:
         failed = [check for check in comparison.checks if not check.passed]
         for check in failed:
             detail = f" ({check.detail})" if check.detail else ""
-            lines.append(f"{comparison.tensor}: {check.name} {check.value:.4g}, limit {check.limit:.4g}{detail}")
+            # Counts as they are, statistics to four digits.
+            value = f"{check.value:.0f}" if check.limit == 0 and check.value < 1e15 else f"{check.value:.4g}"
+            lines.append(f"{comparison.tensor}: {check.name} {value}, limit {check.limit:.4g}{detail}")
         if any(check.name == "nonfinite" for check in failed):
             lines.append("    (slots that no request references hold NaN, and so does the output before the call)")
         if failed and comparison.worst:
