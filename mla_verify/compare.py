@@ -14,16 +14,18 @@ import math
 import torch
 from torch import Tensor
 
+from mla_verify.constants import CONSTANTS, Constants
 from mla_verify.expected import Expected
 from mla_verify.formats import FORMATS
 from mla_verify.kernels.contract import Contract, RoundingFacts
-from mla_verify.noise import CONSTANTS, Constants, Noise, changed_rounding, rms_limit, round_to, ulp, z_limit
+from mla_verify.key_noise import round_to, ulp
+from mla_verify.noise import Noise, changed_rounding, rms_limit, z_limit
 from mla_verify.results import Check, Comparison, Location
 from mla_verify.tensors import AttentionInputs, MLAInputs, MLAOutput, WriteInputs
 
 
 def wrong_shape(actual: MLAOutput, inputs: MLAInputs, dtype: str, contract: Contract) -> str | None:
-    """What is wrong with shape, dtype or device of a result, or None. Nothing is broadcast or converted."""
+    """What is wrong with layout, shape, dtype or device of a result, or None. Nothing is broadcast or converted."""
     torch_dtype = FORMATS[dtype].torch_dtype
     wanted: list[tuple[str, object, tuple[int, ...], torch.dtype]]
     if isinstance(inputs, WriteInputs):
@@ -40,6 +42,7 @@ def wrong_shape(actual: MLAOutput, inputs: MLAInputs, dtype: str, contract: Cont
         if not isinstance(tensor, Tensor):
             return f"{name} is {type(tensor).__name__}, it must be a tensor {list(shape)}"
         for what, is_, needed in (
+            ("layout", tensor.layout, torch.strided),
             ("shape", list(tensor.shape), list(shape)),
             ("dtype", tensor.dtype, needed_dtype),
             ("device", tensor.device, inputs.device),
@@ -58,9 +61,9 @@ def compare_output(
 ) -> tuple[Comparison, ...]:
     """Compare out, and lse when it was returned. Shapes have been checked by `wrong_shape`."""
     noise = expected.noise[facts]
-    comparisons = [_compare_out(actual.out.double(), expected, noise, facts, inputs, constants)]
+    comparisons = [_compare_out(actual.out.detach().double(), expected, noise, facts, inputs, constants)]
     if actual.lse is not None:
-        comparisons.append(_compare_lse(actual.lse.double(), expected, noise, inputs, constants))
+        comparisons.append(_compare_lse(actual.lse.detach().double(), expected, noise, inputs, constants))
     return tuple(comparisons)
 
 
@@ -77,7 +80,7 @@ def _compare_out(
         probability = c.false_alarm / c.statistics
         checks += [
             Check("max_z", float(z.abs().max()), z_limit(z.numel(), probability), "largest |z|"),
-            _rms_check(z, noise, probability),
+            _rms_check(z, noise, probability, c),
             _slope_check(actual, expected, rounded, noise, ulp(o, fmt), probability, c),
         ]
     return _comparison("out", tuple(checks), actual, o, error, z, foreign, inputs)
@@ -91,8 +94,25 @@ def _compare_lse(actual: Tensor, expected: Expected, noise: Noise, inputs: Atten
     checks = [_nonfinite_check(foreign)]
     if z.numel():
         probability = c.false_alarm / c.statistics
-        checks.append(Check("max_z", float(z.abs().max()), z_limit(z.numel(), probability), "largest |z|"))
+        detail = _other_base(actual, lse) or "largest |z|"
+        checks.append(Check("max_z", float(z.abs().max()), z_limit(z.numel(), probability), detail))
     return _comparison("lse", tuple(checks), actual, lse, error, z, foreign, inputs)
+
+
+def _other_base(actual: Tensor, expected: Tensor) -> str:
+    """In words, when the LSE is that of the other base: all of it off by ln 2, or by its inverse."""
+    seen = actual.isfinite() & expected.isfinite() & (expected.abs() > 1e-3)
+    if bool(seen.any()):
+        ratio = (actual[seen] / expected[seen]).median()
+        # Far nearer to it than any fault of another kind would bring all rows by chance.
+        same = bool((actual[seen] / expected[seen] - ratio).abs().max() < 1e-3)
+        for factor, told in (
+            (1 / math.log(2), "base 2 where base e is declared"),
+            (math.log(2), "base e where base 2 is"),
+        ):
+            if same and abs(float(ratio) - factor) < 1e-3:
+                return f"all of it is {factor:.4f} times the expected: {told}"
+    return ""
 
 
 def _foreign(actual: Tensor, expected: Tensor) -> Tensor:
@@ -108,15 +128,17 @@ def _nonfinite_check(foreign: Tensor) -> Check:
     return Check("nonfinite", float(count), 0.0, detail)
 
 
-def _rms_check(z: Tensor, noise: Noise, probability: float) -> Check:
+def _rms_check(z: Tensor, noise: Noise, probability: float, c: Constants) -> Check:
     """Root mean square of z by head. The limit counts how many independent numbers a head's z really are."""
     num_heads, v_dim = z.shape[1:]
     rms = z.square().mean((0, 2)).sqrt()  # [H]
     # Variance of the mean of one row's z^2: the dims' own roundings are independent, what comes from the keys has no
     # more directions than keys.
     row = 2 * (1 / v_dim + noise.shared.square() / noise.num_sources.clamp(1.0, float(v_dim)))  # [T, H]
-    dof = 2 * len(z) ** 2 / row.sum(0)  # [H]
-    limits = torch.tensor([rms_limit(d, probability / num_heads) for d in dof.tolist()], device=z.device)
+    dof = 2 * len(z) ** 2 / (row * noise.copies).sum(0)  # [H]
+    # All light keys may be lost in all rows: then the square is not the mean that is charged, but the largest.
+    largest = (1 + (1 / c.swamped - 1) * noise.lost).mean(0).sqrt()  # [H]
+    limits = torch.tensor([rms_limit(d, probability / num_heads) for d in dof.tolist()], device=z.device) * largest
     head = int((rms / limits).argmax())
     return Check("rms_z", float(rms[head]), float(limits[head]), _heads(rms > limits, head))
 
@@ -142,18 +164,30 @@ def _slope_check(
     allowance = (torch.where(tied, step / 2, 0.0) * d.abs()).sum(-1) * weight + noise.slope_bias
     variance = noise.slope + (d.square() * changed_rounding(step, sigma, c)).sum(-1) * weight.square()
 
-    precision = torch.where(weight > 0, 1 / variance.clamp_min(1e-300), 0.0)
-    total = precision.sum(0)  # [H]
-    safe = total.clamp_min(1e-300)
-    pooled = (precision * slope).sum(0) / safe
-    excess = (pooled.abs() - (precision * allowance).sum(0) / safe).clamp_min(0.0)
+    # Each row by its precision, but none by more than the middle one: rows of a few keys are nearly exact, and would
+    # decide alone. A row that occurs m times is one row: its errors are the same each time.
+    trusted = _floored_at_middle(variance + noise.slope_common.square(), weight > 0, noise.copies)
+    share = torch.where(weight > 0, 1 / (trusted * noise.copies), 0.0)
+    share = share / share.sum(0).clamp_min(1e-300)
+    pooled = (share * slope).sum(0)  # [H]
+    excess = (pooled.abs() - (share * allowance).sum(0)).clamp_min(0.0)
     # Rows scatter on their own, so that many of them pin the slope down; what they share does not average out.
-    common = (precision * noise.slope_common).sum(0) / safe
-    score = torch.where(total > 0, excess / (1 / safe + common.square()).sqrt(), 0.0)
+    common = (share * noise.slope_common).sum(0)
+    deviation = ((share.square() * noise.copies * variance).sum(0) + common.square()).sqrt()
+    score = torch.where(deviation > 0, excess / deviation.clamp_min(1e-300), 0.0)
     head, limit = int(score.argmax()), z_limit(len(score), probability)
     excess_factor = float(pooled[head])
     factor = f"{1 + excess_factor:.6g}" if abs(excess_factor) > 5e-6 else f"(1 {excess_factor:+.2g})"
     return Check("slope", float(score[head]), limit, f"{_heads(score > limit, head)}: output times {factor}")
+
+
+def _floored_at_middle(variance: Tensor, counts: Tensor, copies: Tensor) -> Tensor:
+    """[T, H]: no variance below the median of those of its head that count, where `copies` of a row are one row."""
+    ordered, order = variance.clamp_min(1e-300).masked_fill(~counts, math.inf).sort(dim=0)
+    passed = torch.where(counts, 1 / copies, 0.0).gather(0, order).cumsum(0)
+    # Just past one half: of two rows the less precise.
+    middle = (2 * passed > passed[-1]).int().argmax(0, keepdim=True)
+    return torch.maximum(variance, ordered.gather(0, middle))
 
 
 def _comparison(

@@ -8,8 +8,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from mla_verify.constants import CONSTANTS, Constants
+from mla_verify.errors import UsageError
 from mla_verify.kernels.contract import RoundingFacts
-from mla_verify.noise import CONSTANTS, Constants, Noise, noise_of, splitting, weighings
+from mla_verify.key_noise import splitting, weighings
+from mla_verify.noise import Noise, noise_of
 from mla_verify.reference.attention import Attention, attend_absorbed, attend_mha
 from mla_verify.reference.key_sums import KeySums, SplitRounding
 from mla_verify.reference.paged import gather_by_page_table
@@ -62,9 +65,17 @@ class Expected:
 
 
 def expect(inputs: AttentionInputs, facts: Sequence[RoundingFacts], constants: Constants = CONSTANTS) -> Expected:
-    """The float64 attention of every request and the noise of each of `facts`, in one pass over the keys."""
+    """The float64 attention of every request and the noise of each of `facts`, in one pass over the keys.
+
+    Raises UsageError when there is none, because a tensor holds NaN or infinity where a request reads it.
+    """
     distinct = list(dict.fromkeys(facts))
-    parts = [dense_request(inputs, b).attend(distinct, constants) for b in range(inputs.num_requests)]
+    parts = []
+    for b in range(inputs.num_requests):
+        request = dense_request(inputs, b)
+        parts.append(request.attend(distinct, constants))
+        if not bool(parts[-1].out.isfinite().all() and parts[-1].mean_score.isfinite().all()):
+            _refuse(request, b, isinstance(inputs, AbsorbedInputs))
     whole = _concatenate(parts)
     noise = {}
     at_split = 0
@@ -72,12 +83,24 @@ def expect(inputs: AttentionInputs, facts: Sequence[RoundingFacts], constants: C
         has_split = splitting(f) is not None
         mine = replace(
             whole,
-            sums=whole.sums[3 * i : 3 * i + 3],
+            sums=whole.sums[4 * i : 4 * i + 4],
             splits=whole.splits[at_split : at_split + has_split],
         )
         at_split += has_split
         noise[f] = noise_of(mine, f, constants, inputs.qk_dims)
     return Expected(whole, noise)
+
+
+def _refuse(request: DenseRequest, number: int, absorbed: bool) -> None:
+    """Raise for the first input that is not finite: no kernel is to blame for what follows from it."""
+    names = ("q_nope", "q_pe", "ckv_cache", "kpe_cache") if absorbed else ("q", "k", "v")
+    tensors = dict(zip(names, (*request.q, *request.k), strict=True)) | {"sm_scale": torch.tensor(request.sm_scale)}
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise UsageError(
+                f"{name} holds NaN or infinity where request {number} reads it, so that no output is right",
+                "give finite inputs; slots that no request references may hold anything",
+            )
 
 
 def _concatenate(parts: list[Attention]) -> Attention:

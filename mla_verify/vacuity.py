@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mla_verify.constants import CONSTANTS
 from mla_verify.expected import DenseRequest, Expected, dense_request
 from mla_verify.kernels.contract import RoundingFacts
-from mla_verify.noise import CONSTANTS, z_limit
+from mla_verify.noise import z_limit
 from mla_verify.tensors import AttentionInputs
 
 # fault -> (how far it moves the output [rows, heads, v_dim], tokens of the rows, heads)

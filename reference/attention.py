@@ -21,6 +21,7 @@ from mla_verify.reference.key_sums import (
     SplitRounding,
     Splitting,
     Weighing,
+    key_copies,
     split_tilt,
     split_variance,
     weighted_sums,
@@ -155,6 +156,7 @@ def _attend(
     if causal:
         num_keys = (torch.arange(q_len, device=device) + (kv_len - q_len + 1)).clamp(0, kv_len).double()
     groups, rows = pairs[0][0].shape[:2]
+    copies = key_copies([k.x for _, k in pairs]) if weighings and kv_len else None
     block = max(1, _SCORE_BYTES // max(1, 8 * groups * kv_len))
     for splitting in splittings:
         block = max(1, min(block, _SCORE_BYTES // (5 * 8 * groups * splitting.max_splits * v.dim)))
@@ -163,6 +165,7 @@ def _attend(
             [(q[:, start : start + block].double(), k) for q, k in pairs],
             v,
             num_keys[row_query[start : start + block]],
+            copies,
             sm_scale,
             weighings,
             splittings,
@@ -182,6 +185,7 @@ def _attend_rows(
     pairs: list[tuple[Tensor, Keys]],
     v: Keys,
     num_keys: Tensor,  # [rows]
+    copies: Tensor | None,  # of the keys, as in KeyTerms
     sm_scale: float,
     weighings: Sequence[Weighing],
     splittings: Sequence[Splitting],
@@ -217,7 +221,7 @@ def _attend_rows(
     weights = []
     if weighings:
         p_max = p.amax(-1, keepdim=True) if kv_len else torch.zeros_like(max_score)
-        terms = KeyTerms(p, score, gram, max_score, p_max, num_keys[:, None])
+        terms = KeyTerms(p, score, gram, max_score, p_max, num_keys[:, None], copies)
         weights = [weighing(terms) for weighing in weighings]
     out, direction, along, sums = weighted_sums(p, weights, v)
     ps = p * score

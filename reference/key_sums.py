@@ -24,6 +24,7 @@ class KeyTerms:
     max_score: Tensor  # [groups, rows, 1], over the visible keys; 0 where there is none
     p_max: Tensor  # [groups, rows, 1], the largest p
     num_keys: Tensor  # [rows, 1], visible keys
+    copies: Tensor | None = None  # [groups, 1, kv_len]: keys equal to each key, itself included; None: all differ
 
 
 # -> [groups, rows, kv_len], or None for a weighing that is 0 throughout, whose sums cost nothing.
@@ -71,6 +72,40 @@ class SplitRounding:
 
     variance: Tensor  # worst over the split counts of sum_s w_s^2 variance  [q_len, num_heads, v_dim]
     tilt: Tensor  # worst over cuts of: tilt of the merge + sum_s w_s tilt of part s  [q_len, num_heads]
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def key_copies(parts: Sequence[Tensor]) -> Tensor | None:
+    """KeyTerms.copies of keys [groups, kv_len, dim] that are given in parts of their dims."""
+    # A few dims tell almost all keys apart.
+    if not _has_equal(_marks([x[..., :4] for x in parts])):
+        return None
+    marks = _marks(parts)
+    if not _has_equal(marks):
+        return None
+    copies = []
+    for row in marks:
+        _, which, count = row.unique(return_inverse=True, return_counts=True)
+        copies.append(count[which])
+    return torch.stack(copies)[:, None].double()
+
+
+def _marks(parts: Sequence[Tensor]) -> Tensor:
+    """[groups, kv_len]: a number for each key, equal for equal bits, since integers add up alike in any order."""
+    generator = torch.Generator().manual_seed(0)
+    marks = torch.zeros(parts[0].shape[:2], dtype=torch.int64, device=parts[0].device)
+    for x in parts:
+        factors = torch.randint(-(1 << 62), 1 << 62, x.shape[2:], generator=generator).to(x.device)
+        for some, sums in zip(x.split(8192, dim=1), marks.split(8192, dim=1), strict=True):
+            sums += (some.contiguous().view(_BITS[x.element_size()]).long() * factors).sum(-1)
+    return marks
+
+
+def _has_equal(marks: Tensor) -> bool:
+    ordered = marks.sort(-1).values
+    return bool((ordered[:, 1:] == ordered[:, :-1]).any())
 
 
 def weighted_sums(

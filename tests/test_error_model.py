@@ -14,12 +14,13 @@ import torch
 
 from benchmarks.honest import honest_run
 from mla_verify.cases import REGIMES, CaseSpec
-from mla_verify.compare import compare_output
+from mla_verify.compare import compare_output, wrong_shape
 from mla_verify.emulate import EmulatedKernel
+from mla_verify.errors import UsageError
 from mla_verify.expected import Expected, dense_request, expect
 from mla_verify.formats import DTYPES, FORMATS
 from mla_verify.inputs import make_inputs
-from mla_verify.kernels.contract import RoundingFacts
+from mla_verify.kernels.contract import Contract, RoundingFacts
 from mla_verify.results import Comparison
 from mla_verify.tensors import MLAInputs, MLAOutput
 
@@ -210,6 +211,41 @@ def test_an_empty_row_must_be_zero_with_lse_minus_infinity() -> None:
         changed = lse.clone()
         changed[1] = wrong
         assert verdict(case, "rounded", lse=changed) == {"lse nonfinite"}
+
+
+def test_a_result_that_is_not_a_plain_tensor_is_named() -> None:
+    inputs, output, _, facts = judged(decode("bf16", "normal", kv_len=1000), "rounded")
+    contract = Contract(facts=lambda dtype: facts, returns_lse=True)
+    wrong = wrong_shape(MLAOutput(output.out.to_sparse(), output.lse), inputs, "bf16", contract)
+    assert wrong == "out has layout torch.sparse_coo, it must be torch.strided"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_result_that_requires_grad_is_judged_like_any_other() -> None:
+    inputs, output, expected, facts = judged(decode("bf16", "normal", kv_len=1000), "rounded")
+    assert output.lse is not None
+    grad = MLAOutput(output.out.clone().requires_grad_(), output.lse.clone().requires_grad_())
+    assert not failed(compare_output(grad, expected, facts, inputs))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        *(("absorbed", name) for name in ("q_nope", "q_pe", "ckv_cache", "kpe_cache")),
+        *(("mha", name) for name in ("q", "k", "v")),
+    ],
+)
+def test_inputs_that_are_not_finite_are_refused_by_name(form: str, name: str, bad: float) -> None:
+    inputs = make_inputs(
+        CaseSpec.parse(f"decode-{form}-h4-q1.kv64+q1.kv64-{'ragged' if form == 'mha' else 'p64'}-bf16-normal-s0")
+    )
+    tensor = getattr(inputs, name).clone()
+    at = (int(inputs.page_table[1, 0]), 3) if name.endswith("cache") else (-1, 2)
+    tensor[at] = bad
+    with pytest.raises(UsageError) as error:
+        expect(replace(inputs, **{name: tensor}), [RoundingFacts("bf16")])
+    assert error.value.message == f"{name} holds NaN or infinity where request 1 reads it, so that no output is right"
 
 
 def test_the_recorded_evidence_says_what_the_docs_claim() -> None:

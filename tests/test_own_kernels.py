@@ -117,6 +117,18 @@ def test_an_lse_in_base_2_that_was_not_declared_is_wrong_by_that_factor(tmp_path
     assert f"lse: worst at request 0, token 0, head 0: actual {worst.actual:.9g}, expected {worst.expected:.9g}" in (
         shown(done)
     )
+    assert "(all of it is 1.4427 times the expected: base 2 where base e is declared)" in shown(done)
+
+
+def test_a_natural_lse_that_was_declared_as_base_2_is_named(tmp_path: Path) -> None:
+    done = run(tmp_path, "conventions:base2_declared_and_natural", BATCH)
+    assert (done.exit_code, done.verdicts) == (1, [FAIL])
+    assert "(all of it is 0.6931 times the expected: base e where base 2 is)" in shown(done)
+
+
+def test_an_lse_that_is_wrong_in_another_way_is_not_taken_for_another_base(tmp_path: Path) -> None:
+    done = run(tmp_path, "wrong_numbers:drops_last_key", BATCH)
+    assert "times the expected: base" not in done.done.stdout
 
 
 def test_one_nan_fails_and_is_located(tmp_path: Path) -> None:

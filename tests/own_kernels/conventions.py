@@ -125,3 +125,8 @@ def limited(inputs: AbsorbedInputs, out: MLAOutput) -> MLAOutput:
     heads, page_size = inputs.q_nope.shape[1], inputs.ckv_cache.shape[1]
     assert heads in (8, 128) and page_size in (32, 64)
     return MLAOutput(attend(inputs)[0], None)
+
+
+@mla_kernel(replace(LSE, lse_base="2"))
+def base2_declared_and_natural(inputs: AbsorbedInputs, out: MLAOutput) -> MLAOutput:
+    return MLAOutput(*attend(inputs))
