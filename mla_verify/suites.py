@@ -78,8 +78,8 @@ _SMOKE: tuple[tuple[str, str, str], ...] = (
     ),
     # Few keys, so that Triton's interpreter can have many heads.
     *(
-        (f"decode-absorbed-h{h}-q1.kv61-p16-DT-mixed-s0", "fp32 fp16", _HEADS.format(h=h))
-        for h in (20, 32, 64, 96, 128)
+        (f"decode-absorbed-h{h}-q1.kv{n}-p16-DT-mixed-s0", dtype, _HEADS.format(h=h))
+        for h, n, dtype in ((20, 61, "fp16"), (32, 61, "fp32"), (64, 33, "fp16"), (96, 17, "fp32"), (128, 33, "fp16"))
     ),
     (
         "decode-absorbed-h16-q1.kv1500-p64-DT-unequal-s0",

@@ -33,7 +33,7 @@ from mla_verify.kernels.sglang_calls import (
 )
 
 # Keys of each request that sglang-write-decode writes itself, as an engine writes the newest; the rest are there.
-NEWEST = 64
+NEWEST = 16
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -108,7 +108,7 @@ class TritonCacheWrite(_OurTriton):
 
 
 # Keys of each request that triton-write-decode writes itself, as an engine writes the newest; the rest are there.
-NEWEST = 64
+NEWEST = 16
 
 
 class TritonWriteDecode(_OurTriton):
