@@ -28,14 +28,18 @@ class Ahead:
         self._executor = ThreadPoolExecutor(threads)
         self._futures: dict[int, Future[None]] = {}  # by the attempt's identity
         self._reached = 0
+        self._torch_threads = 0  # to be restored
 
     def reach(self, index: int) -> None:
         """Start what belongs to case `index` and to the next few."""
         for attempts in self._cases[self._reached : index + self._look_ahead + 1]:
             for attempt in attempts:
-                if attempt.is_open and attempt.entry.kernel.own_process(self._device) is not None:
+                if self._runs_here(attempt):
                     self._futures[id(attempt)] = self._executor.submit(self._run, attempt)
             self._reached += 1
+
+    def _runs_here(self, attempt: Attempt) -> bool:
+        return attempt.is_open and attempt.entry.kernel.own_process(self._device) is not None
 
     def finish(self, attempt: Attempt) -> bool:
         """Wait until the attempt has run. False if it is none that runs here. Raises what running it raised."""
@@ -50,12 +54,22 @@ class Ahead:
         return True
 
     def __enter__(self) -> Ahead:
+        if self._device == "cpu" and any(self._runs_here(attempt) for attempts in self._cases for attempt in attempts):
+            import torch
+
+            # The workers have the cores; more threads than cores made the smoke suite a fifth slower.
+            self._torch_threads = torch.get_num_threads()
+            torch.set_num_threads(1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._torch_threads:
+            import torch
+
+            torch.set_num_threads(self._torch_threads)
         # A thread that was between two questions asks the next one yet.
         while any(future.running() for future in self._futures.values()):
             close_workers()
