@@ -117,7 +117,7 @@ def test_a_library_that_does_not_import_is_a_reason_with_the_exceptions_first_li
         (SGLangDecode, "decode-absorbed-h16-q1.kv64-p64-fp16-normal-dims128.64.128.128-s0", "128 and 64"),
         (SGLangDecode, "decode-absorbed-h16-q1.kv64+q2.kv0-p64-fp16-normal-s0", "several queries"),
         (SGLangWriteDecode, "decode-absorbed-h1-q1.kv64-p64-fp16-normal-s0", "one head"),
-        (SGLangDecode, "decode-absorbed-h128-q1.kv64-p64-fp16-normal-s0", "interpreter"),
+        (SGLangDecode, "decode-absorbed-h128-q1.kv65-p64-fp16-normal-s0", "interpreter"),
         (SGLangExtend, "mixed-absorbed-h16-q2.kv2+q0.kv7-p64-fp16-normal-s0", None),
         (SGLangExtend, "mixed-absorbed-h16-q2.kv2+q1.kv0-p64-fp16-normal-s0", "more queries than keys"),
         (SGLangExtendMHA, "mixed-mha-h16-q2.kv2+q3.kv2-ragged-fp16-normal-s0", "more queries than keys"),
