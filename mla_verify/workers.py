@@ -46,6 +46,8 @@ def ask(environment: Mapping[str, str], function: Callable[..., _T], *args: obje
     """
     key = frozenset(environment.items())
     with _lock:
+        # One that ended while it was idle, for want of memory say, is no fault of the next question's.
+        _idle[:] = [(other, worker) for other, worker in _idle if worker.is_alive()]
         at = next((i for i, (other, _) in enumerate(_idle) if other == key), None)
         worker = _Worker(environment) if at is None else _idle.pop(at)[1]
         _all.add(worker)
@@ -118,6 +120,9 @@ class _Worker:
             raise WorkerDiedError(self._how(), self._last_words(shown)) from None
         sys.stderr.write(self._written(shown))
         return raised, answer, retires
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def kill(self) -> None:
         self._process.kill()
