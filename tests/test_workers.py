@@ -283,9 +283,7 @@ def test_modules_of_the_current_folder_do_not_replace_those_of_a_worker(
 def test_a_worker_that_was_killed_while_it_was_idle_costs_no_question() -> None:
     pid = ask(WORKER, os.getpid)
     os.kill(pid, signal.SIGKILL)
-    stat = Path(f"/proc/{pid}/stat")
-    while stat.exists() and ") Z" not in stat.read_text():  # ended, and not waited for yet
-        time.sleep(0.01)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # until all its threads are gone; it stays to be waited for
     assert ask(WORKER, square, 3) == (3, 9)
 
 
