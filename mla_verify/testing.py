@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from mla_verify.cases import PHASES, CaseSpec
 from mla_verify.errors import UsageError, did_you_mean
 from mla_verify.formats import DTYPES
-from mla_verify.kernels.contract import Contract
+from mla_verify.kernels.contract import Contract, facts_on
 from mla_verify.results import CaseResult, Verdict
 from mla_verify.suites import SUITES, SuiteCase, suite_cases
 
@@ -239,7 +239,7 @@ def _judgement(actual: object, inputs: object, contract: Contract | None, case: 
     if not isinstance(actual, MLAOutput):
         reason = f"the result is {type(actual).__name__}, it must be out, (out, lse) or MLAOutput(out, lse)"
         return Judgement(Verdict.WRONG_SHAPE, reason, ())
-    facts = contract.facts(dtype)
+    facts = facts_on(contract, dtype, tensors.device.type)
     done = checked(actual, tensors, contract, facts.out_dtype)
     if done.output is None:
         assert done.verdict is not None

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from mla_verify.cases import CaseSpec
+from mla_verify.emulate import EmulatedKernel
 from mla_verify.errors import UsageError
+from mla_verify.inputs import make_inputs
 from mla_verify.kernels.contract import Contract, RoundingFacts
 from mla_verify.suites import suite_cases
 from mla_verify.tensors import AbsorbedInputs, MHAInputs, MLAOutput, WriteInputs, output_buffers
@@ -473,3 +475,11 @@ def test_a_case_made_by_hand_shows_its_id_and_buffers_that_nobody_asked_for_are_
     own = output_buffers(case.inputs, torch.bfloat16)
     own.output.out.zero_()
     assert case.broken_rule() is None
+
+
+def test_what_tensor_cores_do_is_not_excused_on_a_cpu() -> None:
+    """A contract for a GPU declares it; what runs here rounds its sums, and has to."""
+    cut_off = EmulatedKernel(splits=2, tile=32, tensor_cores=True)
+    inputs = make_inputs(CaseSpec.parse("decode-absorbed-h8-q1.kv500-p64-fp16-unequal-s0"))
+    with pytest.raises(AssertionError, match="lse: max_z"):
+        assert_mla(cut_off.run(inputs), inputs, Contract(facts=cut_off.facts, returns_lse=True))
