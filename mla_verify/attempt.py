@@ -68,10 +68,13 @@ def _on(output: MLAOutput, device: str) -> MLAOutput:
 def _cat_free(attempt: Attempt, job: Job, inputs: MLAInputs | None, fused: Execution) -> tuple[Check, ...]:
     """The same numbers as views of fused tensors and apart give the same bits: no place in memory may matter.
 
-    Nothing where there is nothing to compare: the kernel failed on the split form, or does not even repeat itself.
+    Nothing where there is nothing to compare: the kernel takes no split form, or does not even repeat itself.
     """
     kernel = attempt.entry.kernel
-    split = execute_job(kernel, replace(job, layout="split"), inputs).output
+    apart = execute_job(kernel, replace(job, layout="split"), inputs)
+    if apart.verdict is not None and apart.verdict.wrong:
+        return (Check("cat_free", 1.0, 0.0, f"on the same tensors apart, not fused: {apart.reason}"),)
+    split = apart.output
     if split is None or fused.output is None:
         return ()
     changed = _differing(fused.output, split)

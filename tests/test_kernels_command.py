@@ -201,3 +201,12 @@ def test_real_activations_are_judged_like_a_case_and_repeated_from_their_file(
 def without_times(result: CaseResult) -> CaseResult:
     # An exception that is raised twice collects the frames of both.
     return replace(result, seconds={}, traceback="")
+
+
+def test_a_kernel_that_fails_on_the_same_tensors_apart_fails_the_fused_case(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    register(monkeypatch, [Honest, wrong.RaisesApart])
+    run = verify(tmp_path, *cases(DECODE.replace("-s7", "-fused-s7")))
+    assert run.verdicts == [Verdict.PASS, Verdict.FAIL]
+    assert "apart, not fused: the kernel raised NotImplementedError: fused tensors only" in run.done.stdout

@@ -260,3 +260,14 @@ class UndeclaredLSE(NoLSE):
 
     def spoil(self, result: MLAOutput, out: MLAOutput) -> object:
         return result
+
+
+class RaisesApart(Honest):
+    """Right on views of fused tensors, and on nothing else."""
+
+    name = "raises-apart"
+
+    def run(self, inputs: AbsorbedInputs, out: MLAOutput) -> object:
+        if inputs.q_nope.is_contiguous():
+            raise NotImplementedError("fused tensors only")
+        return EMULATED.run(inputs)
