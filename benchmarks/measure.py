@@ -1,8 +1,10 @@
 """Figures of the tool itself: suite time and memory, seconds by stage, the reference's rate, start-up time.
 
     python -m benchmarks.measure --out docs/evidence/measured.json
+    python -m benchmarks.measure --device cuda --out docs/evidence/measured-h200.json
 
 Run it on an idle machine; each figure is the best of a few, the suite runs once. About 2 minutes on two cores.
+On a GPU: cases per second by stage, the reference's rate and peak memory (measure_gpu.py).
 """
 
 from __future__ import annotations
@@ -18,9 +20,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from benchmarks import measure_gpu
+from benchmarks.measure_gpu import KERNELS, cases_per_second
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,17 +55,19 @@ def suite() -> dict[str, Any]:
     }
 
 
-def best(call: Any, repeats: int = 5) -> float:
-    """Seconds of the fastest of a few calls."""
+def best(call: Any, repeats: int = 5, finish: Any = None) -> float:
+    """Seconds of the fastest of a few calls. finish: waits until what a call started has ended."""
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
         call()
+        if finish:
+            finish()
         times.append(time.perf_counter() - started)
     return min(times)
 
 
-def reference_rate() -> dict[str, Any]:
+def reference_rate(device: str = "cpu") -> dict[str, Any]:
     """float64 GFLOP/s of the reference with the error model's sums, and of torch.matmul on its own shapes, in turn."""
     import torch
 
@@ -67,18 +76,21 @@ def reference_rate() -> dict[str, Any]:
     from mla_verify.reference.attention import attend_absorbed
 
     rates = {}
-    for heads, kv_len, q_len in ((16, 4096, 1), (128, 4096, 1), (128, 16384, 1), (16, 1000, 65)):
+    finish = torch.cuda.synchronize if device == "cuda" else None
+    larger = ((128, 131072, 1), (128, 4096, 64)) if device == "cuda" else ()
+    for heads, kv_len, q_len in ((16, 4096, 1), (128, 4096, 1), (128, 16384, 1), (16, 1000, 65), *larger):
         g = torch.Generator().manual_seed(0)
         shapes = ((q_len, heads, 512), (q_len, heads, 64), (kv_len, 512), (kv_len, 64))
-        x = [torch.randn(*shape, generator=g).bfloat16() for shape in shapes]
+        x = [torch.randn(*shape, generator=g).bfloat16().to(device) for shape in shapes]
         sums = weighings(RoundingFacts("bf16", p_dtype="bf16"), (512, 64))
         rows = q_len * heads
-        a, b = torch.randn(rows, 576).double(), torch.randn(576, kv_len).double()
-        matmul = 2 * rows * kv_len * 576 / best(lambda a=a, b=b: a @ b)
+        a, b = (torch.randn(*shape).double().to(device) for shape in ((rows, 576), (576, kv_len)))
+        matmul = 2 * rows * kv_len * 576 / best(lambda a=a, b=b: a @ b, finish=finish)
         row = {"matmul": matmul / 1e9}
         # q.k and p.v; with the sums also (q k)^2, two weights times v and v^2, and direction.v.
         for name, weights, width in (("output alone", (), 576 + 512), ("with sums", sums, 2 * 576 + 6 * 512)):
-            seconds = best(lambda w=weights, x=x: attend_absorbed(*x, sm_scale=0.1, causal=True, weighings=w))
+            call = partial(attend_absorbed, *x, sm_scale=0.1, causal=True, weighings=weights)
+            seconds = best(call, finish=finish)
             row[name] = 2 * rows * kv_len * width / seconds / 1e9
         rates[f"{heads} heads, {kv_len} keys, {q_len} queries"] = {k: round(v, 1) for k, v in row.items()}
     return rates
@@ -120,7 +132,12 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--kernel", action="append", help="on a GPU: whose cases per second; repeatable")
     args = parser.parse_args()
+    if args.device == "cuda":
+        publish(gpu_figures(args.kernel or KERNELS), args.out)
+        return
     started = start_up()
     smoke = suite()
     import torch
@@ -135,10 +152,33 @@ def main() -> None:
         "reference_gflops": reference_rate(),
         "long_context": memory_of_long_context(),
     }
+    publish(figures, args.out)
+
+
+def gpu_figures(kernels: Sequence[str]) -> dict[str, Any]:
+    """What is measured on a GPU, and where."""
+    import torch
+
+    from mla_verify.environment import gpu_name, package_hash
+
+    return {
+        "date": date.today().isoformat(),
+        "machine": f"{gpu_name()}, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, {platform.system()}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "package_hash": package_hash(),
+        "command": " ".join(["python -m benchmarks.measure", *sys.argv[1:]]),
+        "cases_per_second": cases_per_second(kernels),
+        "reference_gflops": reference_rate("cuda"),
+        "long_context": measure_gpu.memory_of_long_context(),
+    }
+
+
+def publish(figures: dict[str, Any], out: Path | None) -> None:
+    """Print them, and write them where that was asked for."""
     text = json.dumps(figures, indent=1)
     print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    if out:
+        out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mla_verify.calls import Job, execute_job
 from mla_verify.judge import Judgement
 from mla_verify.kernels.contract import facts_on
+from mla_verify.observations import compare_layouts, observe
 from mla_verify.plan import PlanEntry, why_outside
 from mla_verify.results import CaseResult, Check, Verdict
 
 if TYPE_CHECKING:
-    from mla_verify.execute import Execution
     from mla_verify.kernels.contract import RoundingFacts
     from mla_verify.tensors import MLAInputs, MLAOutput
 
@@ -25,7 +26,7 @@ class Attempt:
     result: CaseResult
     output: MLAOutput | None = None
     facts: RoundingFacts | None = None
-    checks: tuple[Check, ...] = ()  # of a fused case: its output against that of the split one
+    checks: tuple[Check, ...] = ()  # of its output against others of the same kernel
 
     @property
     def is_open(self) -> bool:
@@ -50,47 +51,28 @@ def run_kernel(attempt: Attempt, job: Job, inputs: MLAInputs | None = None) -> N
     kernel = attempt.entry.kernel
     facts = facts_on(kernel.contract, attempt.entry.dtype, job.device)
     done = execute_job(kernel, job, inputs)
-    attempt.result = replace(attempt.result, ran=done.ran, traceback=done.traceback, seconds={"kernel": done.seconds})
+    seconds = {"kernel": done.seconds} | ({"compile": done.compile_seconds} if done.compile_seconds else {})
+    attempt.result = replace(attempt.result, ran=done.ran, traceback=done.traceback, seconds=seconds)
     if done.verdict is not None:
         settle(attempt, done.verdict, done.reason)
     if done.output is None:
         return
-    attempt.output, attempt.facts = _on(done.output, job.device), facts
-    if job.layout == "fused":
-        attempt.checks = _cat_free(attempt, job, inputs, done)
+    attempt.output, attempt.facts = _kept(done.output, job.judged_on), facts
+    if job.layout != "split":
+        attempt.checks = compare_layouts(kernel, job, inputs, attempt.output)
+    elif done.verdict is None:
+        started = time.perf_counter()
+        found = observe(kernel, job, inputs, attempt.output)
+        attempt.checks = found.checks
+        if found.observed:
+            seconds["again"] = time.perf_counter() - started
+            attempt.result = replace(attempt.result, observed=found.observed, seconds=seconds)
 
 
-def _on(output: MLAOutput, device: str) -> MLAOutput:
-    """A worker's output comes back on the CPU."""
-    return replace(output, out=output.out.to(device), lse=None if output.lse is None else output.lse.to(device))
-
-
-def _cat_free(attempt: Attempt, job: Job, inputs: MLAInputs | None, fused: Execution) -> tuple[Check, ...]:
-    """The same numbers as views of fused tensors and apart give the same bits: no place in memory may matter.
-
-    Nothing where there is nothing to compare: the kernel takes no split form, or does not even repeat itself.
-    """
-    kernel = attempt.entry.kernel
-    apart = execute_job(kernel, replace(job, layout="split"), inputs)
-    if apart.verdict is not None and apart.verdict.wrong:
-        return (Check("cat_free", 1.0, 0.0, f"on the same tensors apart, not fused: {apart.reason}"),)
-    split = apart.output
-    if split is None or fused.output is None:
-        return ()
-    changed = _differing(fused.output, split)
-    if changed:
-        again = execute_job(kernel, job, inputs).output
-        if again is None or _differing(fused.output, again):
-            return ()
-    detail = "elements differ from those of the same tensors apart, not fused" if changed else "the same bits as apart"
-    return (Check("cat_free", float(changed), 0.0, detail),)
-
-
-def _differing(a: MLAOutput, b: MLAOutput) -> int:
-    import torch
-
-    pairs = [(a.out, b.out)] if a.lse is None or b.lse is None else [(a.out, b.out), (a.lse, b.lse)]
-    return sum(int((~torch.isclose(x, y, rtol=0, atol=0, equal_nan=True)).sum()) for x, y in pairs)
+def _kept(output: MLAOutput, device: str) -> MLAOutput:
+    """A copy on the device: a worker's comes back on the CPU, and a kernel may return the same memory the next time."""
+    lse = None if output.lse is None else output.lse.to(device, copy=True)
+    return replace(output, out=output.out.to(device, copy=True), lse=lse)
 
 
 def judge(attempt: Attempt, judgement: Judgement) -> None:

@@ -4,30 +4,51 @@ decode-absorbed-h16-4xq1.kv4096-p64-bf16-normal-s0
 mixed-absorbed-h16-q1.kv33+2xq1.kv0+q5.kv100-p16-fp16-needle-full-scale0.25-s3
 prefill-mha-h16-q257.kv257-ragged-fp32-normal-fused-s0
 append-write-h1-q768.kv1000-p64-bf16-rows-s0
+keys-concat-h128-q768.kv768-ragged-bf16-rows-s0
+prefix-layer-h16-q17.kv300-p64-bf16-normal-s0
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from mla_verify.case_ids import CASE_ID, explain
 from mla_verify.dims import MLADims
 from mla_verify.errors import UsageError, did_you_mean
 from mla_verify.formats import DTYPES
+from mla_verify.forms import (
+    ATTENTION_PHASES,
+    CONCAT_PHASES,
+    FORM_LAYOUTS,
+    FORM_PHASES,
+    FORM_REGIMES,
+    FORMS,
+    LAYOUTS,
+    PHASES,
+    RAGGED_FORMS,
+    REGIMES,
+    WRITE_REGIMES,
+)
 
-# absorbed: q_nope [.., 512] and q_pe against a paged latent cache.  mha: q and k [.., 192], v [.., 128], ragged.
-# write: the latent and rope part of new tokens, into their rows of a paged cache [.., 576].
-FORMS = ("absorbed", "mha", "write")
-ATTENTION_PHASES = ("decode", "spec", "prefill", "prefix", "chunked", "mixed")
-PHASES = (*ATTENTION_PHASES, "append")
-FORM_PHASES = {"absorbed": ATTENTION_PHASES, "mha": ATTENTION_PHASES, "write": ("append",)}
-REGIMES = ("uniform", "normal", "peaked", "mixed", "needle", "unequal", "rope", "nope", "channel")
-# Of cache writes: every token its own slot; several tokens for one slot; slots before the cache and past its end.
-WRITE_REGIMES = ("rows", "repeated", "outside")
-# split: every tensor is contiguous, no two share memory.  fused: q_nope and q_pe are views of one [.., 576], so are
-# ckv and kpe, and k and v of one [.., 320]; what the two parts hold is the same.
-LAYOUTS = ("split", "fused")
+__all__ = [
+    "ATTENTION_PHASES",
+    "CONCAT_PHASES",
+    "FORMS",
+    "FORM_LAYOUTS",
+    "FORM_PHASES",
+    "FORM_REGIMES",
+    "LAYOUTS",
+    "MAX_ELEMENTS",
+    "MAX_TOKENS",
+    "PHASES",
+    "RAGGED_FORMS",
+    "REGIMES",
+    "SM_SCALE",
+    "WRITE_REGIMES",
+    "CaseSpec",
+    "Request",
+]
 
 # Not within 10 % of any default a kernel could fall back to: 192**-0.5 = 0.0722, 576**-0.5 = 0.0417, 512**-0.5 =
 # 0.0442, 128**-0.5 = 0.0884, 64**-0.5 = 0.125, 1, and 192**-0.5 * mscale**2 = 0.1147 (V2-Lite), 0.1352 (V3).
@@ -59,7 +80,7 @@ class CaseSpec:
     form: str
     num_heads: int  # of this rank
     requests: tuple[Request, ...]
-    page_size: int  # 0 for mha, whose k and v are ragged and not paged
+    page_size: int  # 0 for RAGGED_FORMS
     dtype: str
     regime: str
     seed: int = 0
@@ -73,7 +94,7 @@ class CaseSpec:
             ("phase", self.phase, PHASES),
             ("form", self.form, FORMS),
             ("dtype", self.dtype, DTYPES),
-            ("regime", self.regime, WRITE_REGIMES if self.form == "write" else REGIMES),
+            ("regime", self.regime, FORM_REGIMES.get(self.form, ())),
             ("layout", self.layout, LAYOUTS),
         ):
             if value not in known:
@@ -88,15 +109,19 @@ class CaseSpec:
             return "it has no heads or no requests", "give at least h1 and one request, e.g. q1.kv64"
         if not 0 < self.sm_scale < float("inf"):
             return f"sm_scale is {self.sm_scale}", "a softmax scale is positive and finite"
-        if _ID.fullmatch(self.id) is None:
+        if CASE_ID.fullmatch(self.id) is None:
             return "a number in it is negative or has too many digits", "check the id for a doubled digit"
         if max(self.num_q_tokens, self.num_kv_tokens) > MAX_TOKENS:
             return (
                 f"{self.num_q_tokens} queries and {self.num_kv_tokens} keys; at most {MAX_TOKENS} of each are allowed",
                 "check the id for a doubled digit",
             )
-        if (self.form == "mha") != (self.page_size == 0):
-            return f"form {self.form} with page size {self.page_size}", "mha needs ragged, the others pN"
+        if (self.form in RAGGED_FORMS) != (self.page_size == 0):
+            needed = "ragged" if self.form in RAGGED_FORMS else "pages, as in p64"
+            return f"form {self.form} with page size {self.page_size}", f"{self.form} needs {needed}"
+        if self.layout not in FORM_LAYOUTS[self.form]:
+            there = ", ".join(FORM_LAYOUTS[self.form])
+            return f"layout {self.layout} of form {self.form}", f"it has {there}"
         if self.phase not in FORM_PHASES[self.form]:
             return f"phase {self.phase} of form {self.form}", f"it has {', '.join(FORM_PHASES[self.form])}"
         if self._largest_tensor > MAX_ELEMENTS:
@@ -117,6 +142,14 @@ class CaseSpec:
                 (self.num_heads, self.causal, self.sm_scale) == (1, True, SM_SCALE)
                 and all(r.q_len <= r.kv_len for r in self.requests),
             ),
+            **dict.fromkeys(
+                CONCAT_PHASES,
+                (
+                    "every request has as many queries as keys, and neither full nor a scale is named",
+                    (self.causal, self.sm_scale) == (True, SM_SCALE)
+                    and all(r.q_len == r.kv_len for r in self.requests),
+                ),
+            ),
         }[self.phase]
         if not rule[1]:
             return f"phase {self.phase} means that {rule[0]}", "name the phase that fits, or mixed"
@@ -127,13 +160,27 @@ class CaseSpec:
         return sum(r.q_len for r in self.requests)
 
     @property
+    def num_scores(self) -> int:
+        """Query times key times head, masked ones included."""
+        return self.num_heads * sum(r.q_len * r.kv_len for r in self.requests)
+
+    @property
     def num_kv_tokens(self) -> int:
         return sum(r.kv_len for r in self.requests)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the largest input or output, from above, without the room that a far layout leaves before it."""
+        return self._largest_tensor * (4 if self.dtype == "fp32" else 2)
 
     @property
     def _largest_tensor(self) -> int:
         """Elements of the largest input or output, from above: all dims of a token as one tensor."""
         d = self.dims
+        if self.form == "concat":
+            keys = d.qk_nope_head_dim + max(d.qk_rope_head_dim, d.v_head_dim)  # v lies beside k_nope in layout fused
+            per_head = keys if self.phase == "keys" else d.kv_lora_rank + d.qk_rope_head_dim
+            return self.num_q_tokens * self.num_heads * per_head
         if self.form == "mha":
             per_head = d.qk_nope_head_dim + d.qk_rope_head_dim + d.v_head_dim
             return max(self.num_q_tokens, self.num_kv_tokens) * self.num_heads * per_head
@@ -166,9 +213,9 @@ class CaseSpec:
     @classmethod
     def parse(cls, case_id: str) -> CaseSpec:
         """The spec of an id, of a suite or not. Raises UsageError naming the part that does not read."""
-        match = _ID.fullmatch(case_id.strip())
+        match = CASE_ID.fullmatch(case_id.strip())
         if match is None:
-            raise UsageError(f"not a case id: {case_id!r}", _explain(case_id.strip()))
+            raise UsageError(f"not a case id: {case_id!r}", explain(case_id.strip()))
         part = match.groupdict()
         dims = MLADims(*map(int, part["dims"].split("."))) if part["dims"] else _DIMS
         return cls(
@@ -186,60 +233,18 @@ class CaseSpec:
             layout=part["layout"] or "split",
         )
 
+    def alone(self, request: int) -> CaseSpec | None:
+        """One request as a case of its own, of a phase that can be one; None for more queries than keys."""
+        q_len, kv_len = self.requests[request].q_len, self.requests[request].kv_len
+        phase = self.phase
+        if phase in ("chunked", "mixed"):
+            if q_len > kv_len:
+                return None
+            phase = "decode" if q_len == 1 else "prefill" if q_len == kv_len else "prefix"
+        return replace(self, phase=phase, requests=(self.requests[request],))
+
     def with_seed(self, seed: int) -> CaseSpec:
         return replace(self, seed=seed)
-
-
-_REQUEST = r"(?:[1-9]\d{0,6}x)?q\d{1,8}\.kv\d{1,8}"
-# The positional parts of an id, in order, with an example of each; an id is read against these.
-_PARTS = (
-    ("phase", r"(?P<phase>[a-z]+)", "decode"),
-    ("form", r"(?P<form>[a-z]+)", "absorbed"),
-    ("heads", r"h(?P<heads>[1-9]\d{0,4})", "h16"),
-    (
-        "requests",
-        rf"(?P<requests>{_REQUEST}(?:\+{_REQUEST})*)",
-        "4xq1.kv4096",
-    ),
-    ("page", r"(?:p(?P<page>[1-9]\d{0,5})|ragged)", "p64 or ragged"),
-    ("dtype", r"(?P<dtype>[a-z0-9]+)", "bf16"),
-    ("regime", r"(?P<regime>[a-z]+)", "normal"),
-)
-# The parts that may follow. The exponent of a float's repr holds a minus sign (1e-05), hence its own pattern.
-_FLOAT = r"\d+(?:\.\d+)?(?:e[-+]?\d+)?"
-_DIM = r"[1-9]\d{0,4}"
-_LAST = (
-    r"(?P<full>full)",
-    r"(?P<layout>fused)",
-    rf"scale(?P<scale>{_FLOAT})",
-    rf"dims(?P<dims>{_DIM}\.{_DIM}\.{_DIM}\.{_DIM})",
-    r"s(?P<seed>\d{1,18})",
-)
-_ID = re.compile(
-    "-".join(pattern for _, pattern, _ in _PARTS)
-    + "".join(f"(?:-{pattern})?" for pattern in _LAST[:-1])
-    + f"-{_LAST[-1]}"
-)
-
-
-def _explain(case_id: str) -> str:
-    """Which part of an id that does not read is the first to differ from its pattern."""
-    given = re.split(r"(?<!\de)-", case_id)  # not at the minus sign of an exponent
-    for (name, pattern, example), value in zip(_PARTS, given, strict=False):
-        if re.fullmatch(pattern, value) is None:
-            return f"{value!r} stands where the {name} is expected, like {example}"
-    example = (
-        "an id reads like decode-absorbed-h16-4xq1.kv4096-p64-bf16-normal-s0: mla-verify kernels --list prints them"
-    )
-    if len(given) < len(_PARTS):
-        return f"the {_PARTS[len(given)][0]} and what follows it is missing; {example}"
-    last = given[len(_PARTS) :]
-    for value in last:
-        if not any(re.fullmatch(pattern, value) for pattern in _LAST):
-            return f"{value!r} is none of full, fused, scale0.25, dims512.64.128.128 and s0, with which an id ends"
-    if not last or re.fullmatch(_LAST[-1], last[-1]) is None:
-        return f"the seed is missing, as in {case_id}-s0"
-    return f"it must end with full, fused, scale, dims and seed in this order, each at most once; {example}"
 
 
 def _parse_requests(text: str) -> list[Request]:

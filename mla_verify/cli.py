@@ -16,6 +16,7 @@ from mla_verify.config import DEFAULT_SUITE, DEVICES, make_config, resolve_devic
 from mla_verify.decision import EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, EXIT_USAGE
 from mla_verify.errors import UsageError, did_you_mean
 from mla_verify.report.files import discard_stdout
+from mla_verify.watch import DEFAULT_TIMEOUT
 
 _EXIT_PIPE = 141  # 128 + SIGPIPE: what a shell reports for a program whose reader has gone
 _FILE = click.Path(path_type=Path)
@@ -58,8 +59,19 @@ def cli() -> None:
     "--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="auto: cuda if there is one."
 )
 @click.option("--seed", type=click.IntRange(0, 10**18 - 1), help="Replaces the seed of every case.")
+@click.option("--seeds", type=click.IntRange(1, 10**6), metavar="N", help="Every case with seeds 0 to N - 1.")
 @click.option("--json", type=_FILE, metavar="PATH", help="Write the report as JSON.")
 @click.option("--junit", type=_FILE, metavar="PATH", help="Write the report as JUnit XML.")
+@click.option("--summary", type=_FILE, metavar="PATH", help="Write a small JSON: counts, one letter a verdict.")
+@click.option("--dump", type=_FILE, metavar="DIR", help="Write every output, for --against of another build's run.")
+@click.option("--against", type=_FILE, metavar="DIR", help="Compare the outputs with another build's, from its --dump.")
+@click.option("--bit-equal", is_flag=True, help="With --against: any bit that differs is wrong.")
+@click.option(
+    "--timeout",
+    type=float,
+    metavar="SECONDS",
+    help=f"Of one kernel call in a process of its own; compiling is not counted.  [default: {DEFAULT_TIMEOUT:g}]",
+)
 @click.option("--list", "list_only", is_flag=True, help="Print what would run, and why, and stop.")
 @click.option("--fail-fast", is_flag=True, help="Stop at the first case that is wrong.")
 @click.pass_context
@@ -73,8 +85,14 @@ def kernels(
     dtypes: Sequence[str],
     device: str,
     seed: int | None,
+    seeds: int | None,
     json: Path | None,
     junit: Path | None,
+    summary: Path | None,
+    dump: Path | None,
+    against: Path | None,
+    bit_equal: bool,
+    timeout: float | None,
     list_only: bool,
     fail_fast: bool,
 ) -> None:
@@ -83,7 +101,15 @@ def kernels(
     Exit code: 0 every claim decided and none wrong, 1 a kernel is wrong, 2 usage, 3 inconclusive, 130 interrupted.
     """
     if list_only:
-        for flag, given in (("--json", json), ("--junit", junit), ("--fail-fast", fail_fast)):
+        for flag, given in (
+            ("--json", json),
+            ("--junit", junit),
+            ("--summary", summary),
+            ("--dump", dump),
+            ("--against", against),
+            ("--fail-fast", fail_fast),
+            ("--timeout", timeout),
+        ):
             if given:
                 raise UsageError(f"--list runs nothing, so {flag} has no effect", f"leave out --list or {flag}")
     config = make_config(
@@ -95,9 +121,15 @@ def kernels(
         dtypes=dtypes,
         device=device,
         seed=seed,
+        seeds=seeds,
         json=json,
         junit=junit,
+        summary=summary,
+        dump=dump,
+        against=against,
+        bit_equal=bit_equal,
         fail_fast=fail_fast,
+        timeout=timeout,
     )
     from mla_verify.plan import build_plan
 

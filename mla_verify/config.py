@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from mla_verify.cases import CaseSpec
+from mla_verify.dump import Dump, read_dump, why_no_dump
 from mla_verify.errors import UsageError, did_you_mean
 from mla_verify.formats import DTYPES
 from mla_verify.kernels import KERNELS, load_kernel
 from mla_verify.report.files import why_unwritable
 from mla_verify.suites import SUITES, suite_cases
+from mla_verify.watch import DEFAULT_TIMEOUT
 
 DEFAULT_SUITE = "smoke"
 DEVICES = ("auto", "cpu", "cuda")
@@ -36,9 +38,15 @@ class RunConfig:
     dtypes: tuple[str, ...] = ()  # empty: every one
     device: str = "cpu"  # "cpu" or "cuda"
     seed: int | None = None  # None: as the cases have it
+    seeds: int | None = None  # every case with seeds 0 .. seeds - 1
     json: Path | None = None
     junit: Path | None = None
+    summary: Path | None = None
+    dump: Path | None = None
+    against: Dump | None = None
+    bit_equal: bool = False  # any bit that differs from `against` is wrong
     fail_fast: bool = False
+    timeout: float = DEFAULT_TIMEOUT  # seconds of one kernel call in a worker, without compilation
 
 
 def make_config(
@@ -51,15 +59,26 @@ def make_config(
     dtypes: Sequence[str] = (),
     device: str = "auto",
     seed: int | None = None,
+    seeds: int | None = None,
     json: Path | None = None,
     junit: Path | None = None,
+    summary: Path | None = None,
+    dump: Path | None = None,
+    against: Path | None = None,
+    bit_equal: bool = False,
     fail_fast: bool = False,
+    timeout: float | None = None,
 ) -> RunConfig:
     """The flags as given, checked. Raises UsageError for what cannot work, before anything is run or written."""
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    if not timeout > 0:
+        raise UsageError(f"--timeout is {timeout:g}", "give seconds, more than 0; inf for no limit")
     if suite is not None and cases:
         raise UsageError("--suite and --case exclude each other", "a case is named in full: leave out --suite")
-    if inputs is not None and (suite is not None or cases or seed is not None):
-        other = "--suite" if suite is not None else "--case" if cases else "--seed"
+    if seed is not None and seeds is not None:
+        raise UsageError("--seed and --seeds exclude each other", "--seeds N runs every case with seeds 0 to N - 1")
+    if inputs is not None and (suite is not None or cases or seed is not None or seeds is not None):
+        other = "--suite" if suite is not None else "--case" if cases else "--seed" if seeds is None else "--seeds"
         raise UsageError(f"--inputs and {other} exclude each other", f"the file is the one case: leave out {other}")
     if inputs is None and not cases:
         suite = suite or DEFAULT_SUITE
@@ -73,7 +92,11 @@ def make_config(
     specs = [_parse_case(case) for case in cases]
     if inputs is not None and not inputs.is_file():
         raise UsageError(f"--inputs {inputs}: there is no such file", "give a .safetensors file, see docs/kernels.md")
-    _check_outputs(inputs, json, junit)
+    _check_outputs(inputs, json, junit, summary)
+    if bit_equal and against is None:
+        raise UsageError("--bit-equal has no effect without --against", "name the other build's dump: --against DIR")
+    if dump is not None and (why := why_no_dump(dump)):
+        raise UsageError(f"--dump {dump}: {why[0]}", why[1])
     return RunConfig(
         suite=suite,
         cases=_once(specs),
@@ -83,16 +106,25 @@ def make_config(
         dtypes=_once(dtypes),
         device=resolve_device(device),  # last: it imports torch
         seed=seed,
+        seeds=seeds,
         json=json,
         junit=junit,
+        summary=summary,
+        dump=dump,
+        against=None if against is None else read_dump(against),
+        bit_equal=bit_equal,
         fail_fast=fail_fast,
+        timeout=timeout,
     )
 
 
-def repeat_command(kernel: str, case: str, device: str, inputs_file: Path | None = None) -> str:
+def repeat_command(
+    kernel: str, case: str, device: str, inputs_file: Path | None = None, timeout: float = DEFAULT_TIMEOUT
+) -> str:
     """The command line that repeats one case on one kernel, quoted for a shell."""
     which = ["--case", case] if inputs_file is None else ["--inputs", str(inputs_file)]
-    return shlex.join(["mla-verify", "kernels", "--kernel", kernel, *which, "--device", device])
+    limit = [] if timeout == DEFAULT_TIMEOUT else ["--timeout", f"{timeout:g}"]
+    return shlex.join(["mla-verify", "kernels", "--kernel", kernel, *which, "--device", device, *limit])
 
 
 def resolve_device(device: str) -> str:
@@ -135,9 +167,9 @@ def _parse_case(case_id: str) -> CaseSpec:
         raise
 
 
-def _check_outputs(inputs: Path | None, json: Path | None, junit: Path | None) -> None:
+def _check_outputs(inputs: Path | None, json: Path | None, junit: Path | None, summary: Path | None) -> None:
     taken = {inputs.resolve(): "--inputs"} if inputs else {}
-    for flag, path in (("--json", json), ("--junit", junit)):
+    for flag, path in (("--json", json), ("--junit", junit), ("--summary", summary)):
         if path is None:
             continue
         why = why_unwritable(path)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_verify.kernels.contract import Contract
-from mla_verify.tensors import AttentionInputs, MLAInputs, MLAOutput, WriteInputs
+from mla_verify.tensors import AttentionInputs, CopyInputs, MLAInputs, MLAOutput
 
 
 def visible_keys(inputs: AttentionInputs) -> Tensor:
@@ -26,7 +26,7 @@ def visible_keys(inputs: AttentionInputs) -> Tensor:
 
 def wrong_empty_rows(actual: MLAOutput, contract: Contract, inputs: MLAInputs) -> str | None:
     """What is wrong with the LSE of queries without keys that a contract says is +inf, as it was returned, or None."""
-    if isinstance(inputs, WriteInputs) or actual.lse is None or contract.empty_lse != "+inf":
+    if isinstance(inputs, CopyInputs) or actual.lse is None or contract.empty_lse != "+inf":
         return None
     lse = (actual.lse.T if contract.lse_layout == "HT" else actual.lse)[visible_keys(inputs) == 0]
     wrong = lse[lse != math.inf]
@@ -37,7 +37,7 @@ def wrong_empty_rows(actual: MLAOutput, contract: Contract, inputs: MLAInputs) -
 
 def to_natural(actual: MLAOutput, contract: Contract, inputs: MLAInputs) -> MLAOutput:
     """The result as MLAOutput documents it. Its shapes have been checked; an LSE in base 2 becomes float64."""
-    if isinstance(inputs, WriteInputs):
+    if isinstance(inputs, CopyInputs):
         return actual
     out, lse = actual.out, actual.lse
     empty = visible_keys(inputs) == 0

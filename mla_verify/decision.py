@@ -20,10 +20,13 @@ class Decision(NamedTuple):
     reasons: tuple[str, ...]  # one sentence each; empty for "pass"
 
 
-def decide(plan: Plan, results: Sequence[CaseResult], interrupted: bool) -> Decision:
-    """The first that holds of interrupted, wrong, inconclusive and pass, with all that speaks against a pass."""
+def decide(plan: Plan, results: Sequence[CaseResult], interrupted: bool, more: Sequence[str] = ()) -> Decision:
+    """The first that holds of interrupted, wrong, inconclusive and pass, with all that speaks against a pass.
+
+    more: questions that the run was asked beside the plan's and that stay open.
+    """
     wrong = _wrong(plan, results)
-    open_questions = _inconclusive(plan, results)
+    open_questions = [*_inconclusive(plan, results), *more]
     if interrupted:
         return Decision("interrupted", EXIT_INTERRUPTED, ("The run was interrupted.", *wrong, *open_questions))
     if wrong:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mla_verify.kernels.contract import RoundingFacts
 from mla_verify.reference.paged import gather_by_page_table
-from mla_verify.tensors import AbsorbedInputs, AttentionInputs, MLAOutput
+from mla_verify.tensors import AbsorbedInputs, AttentionInputs, MHAInputs, MLAOutput
 
 
 @dataclass(frozen=True)
@@ -156,5 +156,7 @@ def _dense(inputs: AttentionInputs, request: int, start: int, end: int) -> tuple
         )
         q = torch.cat([inputs.q_nope[start:end], inputs.q_pe[start:end]], dim=-1)
         return q.float().transpose(0, 1), torch.cat([ckv, kpe], dim=-1).float()[None], ckv.float()[None]
+    assert isinstance(inputs, MHAInputs), "a layer is made of kernels of the other forms"
     kv = slice(int(inputs.kv_indptr[request]), int(inputs.kv_indptr[request + 1]))
-    return tuple(t.float().transpose(0, 1) for t in (inputs.q[start:end], inputs.k[kv], inputs.v[kv]))  # type: ignore[return-value]
+    q, k, v = (t.float().transpose(0, 1) for t in (inputs.q[start:end], inputs.k[kv], inputs.v[kv]))
+    return q, k, v

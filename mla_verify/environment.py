@@ -27,6 +27,7 @@ def describe_environment(
     argv: Sequence[str],
     device: str,
     seed: int | None,
+    timeout: float,
     kernels: Iterable[Kernel],
     unavailable: Mapping[str, str],
     started: datetime,
@@ -40,6 +41,7 @@ def describe_environment(
         "seconds": round(seconds, 3),
         "device": device,
         "seed": seed,
+        "timeout_seconds": timeout,  # of one kernel call
         "commit": commit,
         "dirty": dirty,
         "package_hash": _or_none(package_hash),
@@ -66,22 +68,25 @@ def git_state() -> tuple[str, bool] | None:
         return None
 
 
-def package_hash() -> str:
-    """SHA-256 over the package's source files, names and contents: the same for a checkout and a wheel made of it."""
+def package_hash(package: Path | None = None) -> str:
+    """SHA-256 over the package's source files, names and contents: the same for a checkout and a wheel made of it.
+
+    package: the folder mla_verify of another checkout; without it, of this one.
+    """
     digest = hashlib.sha256()
-    for name, path in sorted(_sources()):
+    for name, path in sorted(_sources(package or _PACKAGE)):
         content = path.read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
 
 
-def _sources() -> Iterator[tuple[str, Path]]:
-    for path in _PACKAGE.rglob("*.py"):
-        yield path.relative_to(_PACKAGE).as_posix(), path
+def _sources(package: Path) -> Iterator[tuple[str, Path]]:
+    for path in package.rglob("*.py"):
+        yield path.relative_to(package).as_posix(), path
     for name in _MAPPED:
-        if not (_PACKAGE / name).exists():
-            for path in (_PACKAGE.parent / name).rglob("*.py"):
-                yield path.relative_to(_PACKAGE.parent).as_posix(), path
+        if not (package / name).exists():
+            for path in (package.parent / name).rglob("*.py"):
+                yield path.relative_to(package.parent).as_posix(), path
 
 
 def _git(root: Path, *args: str) -> str:
@@ -121,6 +126,13 @@ def _cores() -> int:
 def _torch_threads() -> int | None:
     # A run that never got to torch must not pay for importing it now.
     return int(sys.modules["torch"].get_num_threads()) if "torch" in sys.modules else None
+
+
+def gpu_name() -> str:
+    """The name of the device that torch runs on."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(0).name)
 
 
 def _gpu() -> dict[str, Any]:

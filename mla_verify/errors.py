@@ -21,6 +21,10 @@ class UsageError(Exception):
         return f"{self.message}\nhint: {self.hint}"
 
 
+class FallbackError(Exception):
+    """Raised by a kernel's adapter when the library silently ran another kernel than the one asked for: a FAIL."""
+
+
 def did_you_mean(value: str, known: Iterable[str], otherwise: str) -> str:
     """A hint that names the closest known values, or `otherwise` when none is close."""
     close = difflib.get_close_matches(value, list(known), n=3, cutoff=0.5)

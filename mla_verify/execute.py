@@ -7,18 +7,20 @@ import time
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import mla_verify
 from mla_verify.compare import wrong_shape
 from mla_verify.conventions import to_natural, wrong_empty_rows
+from mla_verify.errors import FallbackError
 from mla_verify.formats import FORMATS
-from mla_verify.inputs import fuse, poison_unreferenced
+from mla_verify.inputs import POISON, poison_unreferenced
 from mla_verify.kernels.contract import Contract, Kernel
+from mla_verify.layouts import place
+from mla_verify.placed import Placed
 from mla_verify.results import Verdict
-from mla_verify.tensors import AbsorbedInputs, MLAInputs, MLAOutput, output_buffers
+from mla_verify.tensors import AbsorbedInputs, Buffers, LayerInputs, MLAInputs, MLAOutput
 
 # Not the author's: our files, and Python's own.
 _NOT_THEIRS = (Path(mla_verify.__file__).parent, Path(sysconfig.get_path("stdlib")))
@@ -36,14 +38,20 @@ class Execution:
     traceback: str = ""
     ran: str = ""
     seconds: float = 0.0
+    compile_seconds: float = 0.0  # in which compilers ran for it, in a worker; no part of `seconds`
 
 
 def execute(kernel: Kernel, inputs: MLAInputs, dtype: str, layout: str = "split") -> Execution:
     """Run it on a copy of `inputs`, into buffers full of NaN. Never raises for what the kernel does, but for Ctrl-C."""
     out_dtype = kernel.contract.facts(dtype).out_dtype
-    mine = private_copy(inputs, kernel.contract, layout)
-    pristine = private_copy(inputs, kernel.contract, layout)
-    buffers = output_buffers(mine, FORMATS[out_dtype].torch_dtype)
+    try:
+        placed = private_copy(inputs, kernel.contract, layout)
+        buffers = placed.buffers(FORMATS[out_dtype].torch_dtype)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return Execution(verdict=Verdict.NOT_RUN, reason=f"out of memory: {first_line(error)}")
+    mine = placed.inputs
     started = time.perf_counter()
     try:
         output = kernel.run(mine, buffers.output)
@@ -59,10 +67,22 @@ def execute(kernel: Kernel, inputs: MLAInputs, dtype: str, layout: str = "split"
         if out_of_memory(error):
             reason = f"out of memory in the kernel: {first_line(error)}"
             return Execution(verdict=Verdict.NOT_RUN, reason=reason, seconds=seconds)
+        if isinstance(error, FallbackError):
+            return Execution(verdict=Verdict.FAIL, reason=first_line(error), seconds=seconds)
         reason = f"the kernel raised {type(error).__name__}: {first_line(error)}{_where(error)}"
         return Execution(verdict=Verdict.ERROR, reason=reason, traceback=_format_exc(), seconds=seconds)
     done = replace(checked(output, mine, kernel.contract, out_dtype), ran=ran, seconds=seconds)
-    broken = _broken_rule(mine, pristine, buffers.overwritten())
+    return _held_to_rules(done, placed, buffers)
+
+
+def _held_to_rules(done: Execution, placed: Placed, buffers: Buffers) -> Execution:
+    """FAIL for a kernel that changed what it must not. The output becomes one on the plain inputs."""
+    broken, output = placed.damage(), done.output
+    if not broken and (overwritten := buffers.overwritten()):
+        broken = f"the kernel wrote outside its output: {overwritten}"
+    if output is not None:
+        broken = broken or placed.spilled(output)
+        done = replace(done, output=placed.result(output))
     return replace(done, verdict=Verdict.FAIL, reason=broken) if broken else done
 
 
@@ -87,13 +107,13 @@ def _format_exc() -> str:
         return ""
 
 
-def private_copy(inputs: MLAInputs, contract: Contract, layout: str) -> MLAInputs:
+def private_copy(inputs: MLAInputs, contract: Contract, layout: str) -> Placed:
     """What this kernel is given: a copy in the case's layout, with the poison that its contract allows."""
-    clones: dict[str, Any] = {name: tensor.clone() for name, tensor in inputs.named_tensors().items()}
-    copy = replace(inputs, **clones)
-    if contract.finite_tail and isinstance(copy, AbsorbedInputs):
-        copy = poison_unreferenced(copy, HUGE)
-    return fuse(copy) if layout == "fused" else copy
+    poison = POISON
+    if contract.finite_tail and isinstance(inputs, AbsorbedInputs | LayerInputs):
+        poison = HUGE
+        inputs = poison_unreferenced(inputs, HUGE)
+    return place(inputs, layout, poison=poison, contiguous=contract.strides == "contiguous")
 
 
 def checked(output: object, inputs: MLAInputs, contract: Contract, out_dtype: str) -> Execution:
@@ -108,25 +128,6 @@ def checked(output: object, inputs: MLAInputs, contract: Contract, out_dtype: st
     if wrong:
         return Execution(verdict=Verdict.FAIL, reason=wrong)
     return Execution(to_natural(output, contract, inputs))
-
-
-def _broken_rule(inputs: MLAInputs, pristine: MLAInputs, overwritten: str | None) -> str:
-    damaged = changed_tensors(inputs, pristine)
-    if damaged:
-        return f"the kernel changed its input {' and '.join(damaged)} in place"
-    return f"the kernel wrote outside its output: {overwritten}" if overwritten else ""
-
-
-def changed_tensors(inputs: MLAInputs, pristine: MLAInputs) -> list[str]:
-    """Names of the tensors that are not what they were."""
-    before = pristine.named_tensors()
-    # As bytes: NaN poison equals itself, and -0.0 is not 0.0. A kernel may also have transposed or resized in place.
-    return [
-        name
-        for name, tensor in inputs.named_tensors().items()
-        if tensor.shape != before[name].shape
-        or not torch.equal(tensor.contiguous().view(torch.uint8), before[name].contiguous().view(torch.uint8))
-    ]
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mla_verify.cases import CaseSpec, Request
 from mla_verify.formats import FORMATS
+from mla_verify.layouts import place
 from mla_verify.regimes import REGIME_TABLE, DenseRequest
-from mla_verify.tensors import AbsorbedInputs, MHAInputs, MLAInputs
+from mla_verify.tensors import AbsorbedInputs, LayerInputs, MHAInputs, MLAInputs
+
+_Paged = TypeVar("_Paged", bound=AbsorbedInputs | LayerInputs)
 
 POISON = float("nan")
 # As an index far outside any cache, as a page number times any page size past int32: no read through it goes unnoticed.
@@ -26,17 +29,25 @@ _SPARE_PAGES = 3  # pages nobody references; page 0 is one of them, since engine
 
 def make_inputs(spec: CaseSpec, device: str = "cpu", poison: float = POISON) -> MLAInputs:
     """The inputs of a case: a function of its id and `poison` alone. Layouts hold the same numbers."""
+    if spec.form == "concat":
+        from mla_verify.concat_inputs import make_concat_inputs
+
+        return make_concat_inputs(spec, device)
     # A seed of the whole id: cases that differ in anything but the layout share no numbers.
     generator = torch.Generator().manual_seed(zlib.crc32(replace(spec, layout="split").id.encode()))
     if spec.form == "write":
         from mla_verify.write_inputs import make_write_inputs
 
         inputs: MLAInputs = make_write_inputs(spec, generator, poison)
+    elif spec.form == "layer":
+        from mla_verify.layer_inputs import make_layer_inputs
+
+        inputs = make_layer_inputs(spec, generator, poison)
     else:
         dense = [_dense(spec, request, generator) for request in spec.requests]
-        inputs = _paged(spec, dense, generator, poison) if spec.form == "absorbed" else _ragged(spec, dense)
+        inputs = paged(spec, dense, generator, poison) if spec.form == "absorbed" else _ragged(spec, dense)
     inputs = move(inputs, device)
-    return fuse(inputs) if spec.layout == "fused" else inputs
+    return inputs if spec.layout == "split" else place(inputs, spec.layout, poison=poison).inputs
 
 
 def _ragged(spec: CaseSpec, dense: list[DenseRequest]) -> MHAInputs:
@@ -63,20 +74,18 @@ def move(inputs: MLAInputs, device: str) -> MLAInputs:
     return replace(inputs, **moved)
 
 
-# Neighbours that the fused layout puts side by side in one tensor.
-_FUSED = (("q_nope", "q_pe"), ("ckv_cache", "kpe_cache"), ("ckv", "kpe"), ("k", "v"))
-
-
-def fuse(inputs: MLAInputs) -> MLAInputs:
-    """The same numbers, with neighbours as views of one tensor each, as an engine holds them."""
-    tensors = inputs.named_tensors()
-    views: dict[str, Any] = {}
-    for pair in _FUSED:
-        if all(name in tensors for name in pair):
-            parts = [tensors[name] for name in pair]
-            whole = torch.cat(parts, dim=-1)
-            views.update(zip(pair, whole.split([part.shape[-1] for part in parts], dim=-1), strict=True))
-    return replace(inputs, **views)
+def alone(inputs: MLAInputs, request: int) -> MLAInputs:
+    """One request of attention inputs as a batch of one, on the same cache: views of the same numbers."""
+    queries, keys, one = slice(*inputs.q_range(request)), slice(None), slice(request, request + 1)
+    if isinstance(inputs, MHAInputs):
+        keys = slice(int(inputs.kv_indptr[request]), int(inputs.kv_indptr[request + 1]))
+    parts = {"q_nope": queries, "q_pe": queries, "q": queries, "k": keys, "v": keys, "page_table": one, "kv_lens": one}
+    mine: dict[str, Any] = {name: t[parts[name]] for name, t in inputs.named_tensors().items() if name in parts}
+    for name in ("qo_indptr", "kv_indptr"):
+        if hasattr(inputs, name):
+            starts = getattr(inputs, name)[request : request + 2]
+            mine[name] = starts - starts[0]
+    return replace(inputs, **mine)
 
 
 def _per_head(kpe: Tensor, spec: CaseSpec) -> Tensor:
@@ -87,16 +96,13 @@ def _dense(spec: CaseSpec, request: Request, generator: torch.Generator) -> Dens
     d, heads = spec.dims, spec.num_heads
     absorbed = spec.form == "absorbed"
     nope, key_heads = (d.kv_lora_rank, 1) if absorbed else (d.qk_nope_head_dim, heads)
-    num_keys = torch.full((request.q_len,), request.kv_len)
-    if spec.causal:
-        num_keys = (torch.arange(request.q_len) + request.kv_len - request.q_len + 1).clamp_min(0)
     dense = DenseRequest(
         q_nope=torch.randn(request.q_len, heads, nope, generator=generator),
         q_pe=torch.randn(request.q_len, heads, d.qk_rope_head_dim, generator=generator),
         k_nope=torch.randn(request.kv_len, key_heads, nope, generator=generator),
         kpe=torch.randn(request.kv_len, d.qk_rope_head_dim, generator=generator),
         v=None if absorbed else torch.randn(request.kv_len, heads, d.v_head_dim, generator=generator),
-        num_keys=num_keys,
+        num_keys=visible(spec, request),
         page_size=spec.page_size,
         sm_scale=spec.sm_scale,
         generator=generator,
@@ -105,7 +111,8 @@ def _dense(spec: CaseSpec, request: Request, generator: torch.Generator) -> Dens
     return dense
 
 
-def _paged(spec: CaseSpec, dense: list[DenseRequest], generator: torch.Generator, poison: float) -> AbsorbedInputs:
+def paged(spec: CaseSpec, dense: list[DenseRequest], generator: torch.Generator, poison: float) -> AbsorbedInputs:
+    """The requests' queries in a row, their keys in permuted pages: k_nope [kv_len, 1, R] is the latent."""
     dtype = FORMATS[spec.dtype].torch_dtype
     num_pages, page_table = permuted_pages(spec, generator)
     ckv_cache = torch.full((num_pages * spec.page_size, spec.dims.kv_lora_rank), poison, dtype=dtype)
@@ -125,6 +132,13 @@ def _paged(spec: CaseSpec, dense: list[DenseRequest], generator: torch.Generator
         kpe_cache=kpe_cache.view(num_pages, spec.page_size, -1),
         page_table=page_table,
     )
+
+
+def visible(spec: CaseSpec, request: Request) -> Tensor:
+    """How many keys each query of a request sees, [q_len] int64."""
+    if not spec.causal:
+        return torch.full((request.q_len,), request.kv_len)
+    return (torch.arange(request.q_len) + request.kv_len - request.q_len + 1).clamp_min(0)
 
 
 def permuted_pages(spec: CaseSpec, generator: torch.Generator) -> tuple[int, Tensor]:
@@ -152,7 +166,7 @@ def indptr(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def poison_unreferenced(inputs: AbsorbedInputs, poison: float = POISON) -> AbsorbedInputs:
+def poison_unreferenced(inputs: _Paged, poison: float = POISON) -> _Paged:
     """A copy whose unreferenced slots hold `poison` and whose unused page-table entries are huge."""
     num_pages, page_size = inputs.ckv_cache.shape[:2]
     used = torch.zeros(num_pages * page_size, dtype=torch.bool, device=inputs.device)

@@ -6,6 +6,8 @@ Notation as in noise.py, which puts the sums together.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from mla_verify.constants import CONSTANTS, Constants
 from mla_verify.formats import FORMATS, FloatFormat
 from mla_verify.kernels.contract import RoundingFacts
+from mla_verify.reference.chunk_rounding import Chunking
 from mla_verify.reference.key_sums import KeyTerms, PartStates, Splitting, Weighing
 
 U32 = FORMATS["fp32"].unit_roundoff
@@ -47,37 +50,70 @@ def weighings(
 
     Two are variances per key, of (v_j - o)^2 and of v_j^2. Two are errors, which add up with their signs: what a
     running sum loses of a key that it swallows, and how far off p_j is stored, where a row's p_j err together.
+    Kernels that have the facts of one in common share it: it is the same object, and its sums are made once.
     """
-    rounds_p = facts.p_dtype != "fp32"
+    rounding = _only(facts, "p_dtype", "rowsum", "tensor_core_k")
+    return (
+        _centred(rounding, qk_dims, constants),
+        _plain(replace(rounding, tile=facts.tile), constants),
+        _swamped(facts.tile, constants),
+        _together(_only(facts, "p_dtype"), constants),
+    )
 
+
+def _only(facts: RoundingFacts, *names: str) -> RoundingFacts:
+    """These facts, and of the others the default."""
+    return RoundingFacts("fp32", **{name: getattr(facts, name) for name in names})
+
+
+@lru_cache
+def _centred(facts: RoundingFacts, qk_dims: tuple[int, int], constants: Constants) -> Weighing:
     def centred(t: KeyTerms) -> Tensor:
         w = t.p.square() * _score_variance(t, facts, qk_dims, constants)
-        if rounds_p and facts.rowsum == "rounded":
+        if facts.p_dtype != "fp32" and facts.rowsum == "rounded":
             w = w + _p_variance(t.p, t.p_max, facts, constants)
         # m equal keys have one error, m times as large: variance m^2, which is m for each.
         return w if t.copies is None else w * t.copies
 
+    return centred
+
+
+@lru_cache
+def _plain(facts: RoundingFacts, constants: Constants) -> Weighing:
     def plain(t: KeyTerms) -> Tensor:
         random = chain(t.num_keys, facts.tile, constants)[0] * constants.unknown
         random = random + chopped(t.num_keys, facts, constants)[0]
         w = t.p.square() * (random * U32**2)
-        if not rounds_p or facts.rowsum == "rounded":
+        if facts.p_dtype == "fp32" or facts.rowsum == "rounded":
             return w
         p = _p_variance(t.p, t.p_max, facts, constants)
         return w + (p if t.copies is None else p * t.copies)
 
+    return plain
+
+
+@lru_cache
+def _swamped(tile: int | None, constants: Constants) -> Weighing:
+    # A tile's keys are summed before the running sum takes them, and that addition loses u of the sum at most.
+    most = U32 / float(tile or 1)
+
     def swamped(t: KeyTerms) -> Tensor | None:
-        # A tile's keys are summed before the running sum takes them, and that addition loses u of the sum at most.
-        most = U32 / float(facts.tile or 1)
         light = t.p < constants.light * most
         lost = t.p.clamp_max(most).masked_fill(~light, 0.0)
         # Less than one rounding of the whole is not worth three products.
         return lost if bool((lost.sum(-1) > U32).any()) else None
 
-    def together(t: KeyTerms) -> Tensor | None:
-        return _common_errors_of_p(t, facts, constants) if rounds_p and t.p.numel() else None
+    return swamped
 
-    return centred, plain, swamped, together
+
+@lru_cache
+def _together(facts: RoundingFacts, constants: Constants) -> Weighing:
+    def together(t: KeyTerms) -> Tensor | None:
+        if facts.p_dtype == "fp32" or not t.p.numel():
+            return None
+        return _common_errors_of_p(t, facts, constants)
+
+    return together
 
 
 def _common_errors_of_p(t: KeyTerms, facts: RoundingFacts, c: Constants) -> Tensor | None:
@@ -116,22 +152,44 @@ def _common_errors_of_p(t: KeyTerms, facts: RoundingFacts, c: Constants) -> Tens
 
 def splitting(facts: RoundingFacts, constants: Constants = CONSTANTS) -> Splitting | None:
     """What the reference must compute about split-KV partial states, or None for a kernel that never splits."""
-    if facts.max_splits == 1:
-        return None
-    c, fmt = constants, FORMATS[facts.partial_dtype]
+    return _splitting(facts.max_splits, facts.partial_dtype, constants) if facts.max_splits > 1 else None
+
+
+@lru_cache
+def _splitting(max_splits: int, partial_dtype: str, c: Constants) -> Splitting:
+    fmt = FORMATS[partial_dtype]
 
     def variance(part: PartStates) -> Tensor:
         size = (part.out.square() + c.cut * part.spread).sqrt()
-        # The parts' weights come from their LSEs: stored, subtracted from the largest, and put through exp.
-        weight = U32**2 * (c.unknown * c.lse * part.lse.square() + c.exp) + c.log
-        return c.known * ulp(size, fmt).square() + weight * part.away
+        return c.known * ulp(size, fmt).square() + _part_weight(part.lse, c) * part.away
 
     def tilt(share: Tensor) -> Tensor:
         # fp32 parts are rounded too finely to tilt anything.
-        u = fmt.unit_roundoff if facts.partial_dtype != "fp32" else 0.0
+        u = fmt.unit_roundoff if partial_dtype != "fp32" else 0.0
         return torch.minimum(share, c.tilt * u * (u / share.clamp_min(1e-300)).clamp_max(1.0))
 
-    return Splitting(facts.max_splits, variance, tilt)
+    return Splitting(max_splits, variance, tilt)
+
+
+def chunking(facts: RoundingFacts, constants: Constants = CONSTANTS) -> Chunking | None:
+    """What the reference must compute about a prefix in chunks, or None for a kernel that takes all keys at once."""
+    if facts.chunk is None:
+        return None
+    c, fmt = constants, FORMATS[facts.out_dtype]
+
+    def stored(out: Tensor) -> Tensor:
+        # These parts are known, and so is how far off a value on a tie is stored.
+        return torch.maximum(c.known * ulp(out, fmt).square(), (round_to(out, fmt) - out).square().nan_to_num(posinf=0))
+
+    def store(out: Tensor) -> Tensor:
+        return round_to(out, fmt)
+
+    return Chunking(facts.chunk, stored, store, lambda lse: _part_weight(lse, c), U32**2 * c.unknown)
+
+
+def _part_weight(lse: Tensor, c: Constants) -> Tensor:
+    """Variance of the relative error of a part's weight: its LSE is stored, taken from another, and put through exp."""
+    return U32**2 * (c.unknown * c.lse * lse.square() + c.exp) + c.log
 
 
 def _score_variance(t: KeyTerms, facts: RoundingFacts, qk_dims: tuple[int, int], c: Constants) -> Tensor:

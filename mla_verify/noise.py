@@ -25,7 +25,8 @@ from mla_verify.key_noise import splitting as splitting
 from mla_verify.key_noise import ulp as ulp
 from mla_verify.key_noise import weighings as weighings
 from mla_verify.reference.attention import Attention
-from mla_verify.reference.key_sums import KeySums
+from mla_verify.reference.chunk_rounding import ChunkRounding
+from mla_verify.reference.key_sums import KeySums, SplitRounding
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Noise:
     slope: Tensor  # row-shaped; of a row's relative scale error, along Attention.direction, before that rounding
     slope_common: Tensor  # row-shaped; a standard deviation, of what moves the slopes of all rows together
     slope_bias: Tensor  # row-shaped; no variance but a bound: how far roundings that are not random can tilt that slope
+    slope_known: Tensor  # row-shaped; no variance: what that slope is, with its sign, where nothing else is rounded
     lse: Tensor  # of the LSE
     shared: Tensor  # row-shaped: share of `out` that comes from keys, and so is common to the dims
     num_sources: Tensor  # row-shaped: how many independent numbers, in effect, that share comes from
@@ -44,8 +46,26 @@ class Noise:
     copies: Tensor  # row-shaped: how many rows of its head make the errors that this one makes, itself included
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What errs beside the attention itself, as variances. out-shaped [T, H, D], row-shaped [T, H]."""
+
+    variance: Tensor  # of an output element
+    slope: Tensor  # row-shaped; of a row's relative scale error
+    common: Tensor  # row-shaped; what moves the slopes of all rows together
+    bias: Tensor  # row-shaped; no variance: Noise.slope_bias
+    lse: Tensor
+    # row-shaped: how many independent numbers the variance of a row's elements comes from; m times fewer, and so
+    # perhaps less than one, where m rows have them in common.
+    num_sources: Tensor
+
+
 def noise_of(
-    ref: Attention, facts: RoundingFacts, constants: Constants = CONSTANTS, qk_dims: tuple[int, int] = (0, 0)
+    ref: Attention,
+    facts: RoundingFacts,
+    constants: Constants = CONSTANTS,
+    qk_dims: tuple[int, int] = (0, 0),
+    beside: Beside | None = None,
 ) -> Noise:
     """The noise of a kernel with these facts. `ref` was computed with their `weighings` and `splitting` alone.
 
@@ -53,7 +73,7 @@ def noise_of(
     """
     c, fmt, o = constants, FORMATS[facts.out_dtype], ref.out
     centred, plain, swamped, together = ref.sums
-    split = ref.splits[0] if ref.splits else None
+    parts: tuple[SplitRounding | ChunkRounding, ...] = (*ref.splits, *ref.chunks)
     num_keys = ref.num_keys[:, None]
     drift = chain(num_keys, facts.tile, c)[1] * U32**2 * c.unknown  # [T, 1]
 
@@ -68,8 +88,10 @@ def noise_of(
     pulled = together.v - centre * o * together.one[..., None]
     # Two sums drift as well.
     inner = keyed + 2 * drift[..., None] * o.square() + lost + pulled.square()
-    if split is not None:
-        inner = inner + split.variance
+    for part in parts:
+        inner = inner + part.variance
+    if beside is not None:
+        inner = inner + beside.variance
     step = ulp(o, fmt)
     # The rounding of a known number is known: never charge less than what rounding the expected value itself shows,
     # which matters where values sit on the format's ties (an average of two).
@@ -82,8 +104,10 @@ def noise_of(
     safe = reach.square().masked_fill(reach == 0, 1.0)
     # The denominator's drift is one factor for the whole row; P.V's differs from dim to dim.
     slope = along / safe + drift + drift * (d * o).square().sum(-1) / safe
-    if split is not None:
-        slope = slope + (d.square() * split.variance).sum(-1) / safe
+    for part in parts:
+        slope = slope + (d.square() * part.variance).sum(-1) / safe
+    for chunks in ref.chunks:
+        slope = slope + chunks.shared
     scale = _shared_scale(facts, qk_dims, c)
     scaled = (scale * (ref.score_along - ref.mean_score * reach)).square() / safe
     # All rows lose in one direction.
@@ -93,20 +117,35 @@ def noise_of(
     # P's that all become 1 push all rows alike, also where each row on its own would not show it.
     risen = torch.where(flat, (1.0 - centre) * flatness, 0.0)
     bias = torch.maximum((together.along - centre * reach * together.one).abs() / safe.sqrt(), risen)
-    if split is not None:
+    for split in ref.splits:
         bias = bias + split.tilt
+    known = torch.zeros_like(bias)
+    for chunks in ref.chunks:
+        known = known + chunks.along / safe.sqrt()
 
     lse = centred.one + drift + c.swamped * swamped.one.square() + centre * together.one.square() + c.log
     lse = lse + U32**2 * c.unknown * c.lse * ref.lse.square() + (scale * ref.mean_score).square()
+    for chunks in ref.chunks:
+        lse = lse + chunks.lse
+    shared = (keyed / out).mean(-1)
+    num_sources = _num_sources(o, centred, plain, keyed, cut, out).clamp(1.0, float(o.shape[-1]))
+    if beside is not None:
+        slope, common, bias, lse = slope + beside.slope, common + beside.common, bias + beside.bias, lse + beside.lse
+        # Of two parts the norms of their correlations add up at most: share / sqrt(sources) of each.
+        share = (beside.variance / out).mean(-1)
+        norm = shared / num_sources.sqrt() + share / beside.num_sources.sqrt()
+        shared = shared + share
+        num_sources = (shared / norm.clamp_min(torch.finfo(torch.float64).tiny)).square()
     return Noise(
         inner=inner,
         out=out,
         slope=slope,
         slope_common=common.sqrt(),
         slope_bias=bias,
+        slope_known=known,
         lse=lse,
-        shared=(keyed / out).mean(-1),
-        num_sources=_num_sources(o, centred, plain, keyed, cut, out),
+        shared=shared,
+        num_sources=num_sources,
         lost=(lost / out).mean(-1),
         copies=_copies(ref, flat),
     )

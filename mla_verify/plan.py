@@ -189,7 +189,9 @@ def _cases(config: RunConfig) -> list[_Case]:
         named = [(spec, known.get(spec, "named on the command line, in no suite")) for spec in config.cases]
     if config.seed is not None:
         named = [(spec.with_seed(config.seed), claim) for spec, claim in named]
-    # By spec, each once: with --seed, cases that differed in their seed alone are one case.
+    if config.seeds is not None:
+        named = [(spec.with_seed(seed), claim) for spec, claim in named for seed in range(config.seeds)]
+    # By spec, each once: with --seed or --seeds, cases that differed in their seed alone are one case.
     return [_Case.of(spec, claim) for spec, claim in dict(named).items()]
 
 

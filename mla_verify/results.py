@@ -49,6 +49,10 @@ class Location:
         return f"{where}: actual {self.actual:.9g}, expected {self.expected:.9g}, z {self.z:.3g}"
 
 
+# The detail of a max_z whose cause is not known.
+LARGEST_Z = "largest |z|"
+
+
 @dataclass(frozen=True)
 class Check:
     """One statistic of a comparison and the limit it was held against."""
@@ -97,12 +101,14 @@ class CaseResult:
     verdict: Verdict
     reason: str  # one sentence; empty for PASS
     comparisons: tuple[Comparison, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by stage: inputs, kernel, reference, compare
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by stage: inputs, kernel, compile, reference, compare
     repeat: str = ""  # the command that repeats this result
     claim: str = ""  # what the case is for
     phase: str = ""
     dtype: str = ""
     ran: str = ""  # what really executed
+    # Measured and no part of the verdict unless the contract claims it: "repeats", "batch_invariant".
+    observed: Mapping[str, bool] = field(default_factory=dict)
     traceback: str = ""  # of an ERROR, or of an error of the tool
     tool_error: bool = False
 

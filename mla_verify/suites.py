@@ -2,7 +2,10 @@
 
 smoke     every phase, dtype, regime, page size and head count once or twice; made for two CPU cores
 standard  what a kernel change should pass on a GPU before it is merged: edges crossed with dtypes, regimes and heads
-full      standard, every rank's head count with every page size, and long contexts
+full      standard, every rank's head count with every page size, long contexts, and offsets past 2^31 and 2^32
+
+Those of cache writes and concatenations are in copy_suites.py, those of strides and far caches in layout_suites.py,
+those of form layer in layer_suites.py.
 
 Why the grids are as they are: a fault hides where a dimension is a round number, so lengths stand at tile (32, 64),
 page and split edges and one beside them; where softmax is flat, so regimes differ; where pages lie in order, so they
@@ -11,12 +14,14 @@ never do; and in head counts that a kernel pads or folds (8, 12, 20, 96), so tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
 
+from mla_verify import copy_suites, layer_suites, layout_suites, merge_suites
 from mla_verify.cases import REGIMES, CaseSpec
+from mla_verify.copy_suites import FUSED
 from mla_verify.dims import ODD_HEADS, PRESETS
 from mla_verify.formats import DTYPES
 
@@ -53,14 +58,11 @@ _HEADS = "{h} heads of one rank are each right: none is padded, folded or overwr
 _PAGES = "pages of {p} tokens are found through a permuted table, partial last pages included"
 _SPEC = "each of {q} draft tokens sees the keys before it and no later draft"
 _PREFILL = "causal prefill from nothing: token t sees t + 1 keys"
+_TILED = "every query of {h} heads sees all its keys, wherever tiles of queries and heads are cut"
 _PREFIX = "new tokens see the whole cached prefix, and causally each other"
 _CHUNKED = "chunks of one prompt see exactly what came before them"
 _EMPTY = "empty requests and rows without keys give 0 (LSE -inf) and leave their neighbours alone"
 _FULL = "without causality every query sees every key"
-_FUSED = "views of fused tensors give the bits that the same numbers give apart, and they are right"
-_WRITE = "{n} new tokens are written into their slots bit by bit, and no other slot changes"
-_REPEATED = "tokens that share a slot leave one of theirs there, and nothing else"
-_OUTSIDE = "tokens whose slot is negative or past the end leave no trace"
 
 # id with DT for the dtype, the dtypes it runs in, the claim
 _SMOKE: tuple[tuple[str, str, str], ...] = (
@@ -103,6 +105,8 @@ _SMOKE: tuple[tuple[str, str, str], ...] = (
     ("mixed-absorbed-h16-q5.kv100+q1.kv33-p16-DT-normal-full-s0", "fp16", _FULL),
     ("mixed-mha-h16-q5.kv100+q1.kv33-ragged-DT-normal-full-s0", "fp16", _FULL),
     ("decode-mha-h16-q1.kv1000+q1.kv65-ragged-DT-needle-s0", "bf16", _NEEDLE),
+    ("prefix-absorbed-h20-q7.kv65-p64-DT-needle-s0", "fp16", _TILED.format(h=20)),
+    ("spec-absorbed-h96-q2.kv65-p64-DT-needle-s0", "bf16", _TILED.format(h=96)),
     ("spec-mha-h16-q3.kv131+q3.kv64-ragged-DT-needle-s0", "fp16", _SPEC.format(q=3)),
     ("prefill-mha-h16-q130.kv130+q33.kv33-ragged-DT-normal-s0", "fp32 fp16 bf16", _PREFILL),
     ("prefill-mha-h16-q97.kv97-ragged-DT-uniform-s0", "bf16", _FLAT),
@@ -110,21 +114,22 @@ _SMOKE: tuple[tuple[str, str, str], ...] = (
     ("chunked-mha-h16-q32.kv32+q32.kv64+q17.kv81-ragged-DT-needle-s0", "fp32", _CHUNKED),
     (f"mixed-mha-h16-{_EMPTIES}-ragged-DT-normal-s0", "bf16", _EMPTY),
     # Cat-free kernels read q_nope and q_pe, latent and rope part, wherever they lie.
-    ("decode-absorbed-h16-q1.kv257+q1.kv256-p16-DT-mixed-fused-s0", "fp32 fp16 bf16", _FUSED),
-    ("prefix-absorbed-h16-q17.kv200+q31.kv95-p64-DT-needle-fused-s0", "fp16 bf16", _FUSED),
-    ("prefix-mha-h16-q17.kv200+q31.kv95-ragged-DT-needle-fused-s0", "fp16", _FUSED),
-    # 768 slots and more take another kernel in some engines.
-    ("append-write-h1-q1.kv1-p64-DT-rows-s0", "fp32 fp16 bf16", _WRITE.format(n=1)),
-    *((f"append-write-h1-q{n}.kv{n}-p64-DT-rows-s0", "bf16", _WRITE.format(n=n)) for n in (767, 768, 769)),
-    ("append-write-h1-q300.kv1000+q0.kv77+q1.kv65+q900.kv900-p16-DT-rows-s0", "fp32", _WRITE.format(n=1201)),
-    ("append-write-h1-q100.kv300-p1-DT-rows-fused-s0", "fp16 bf16", _FUSED),
-    ("append-write-h1-q100.kv300-p64-DT-repeated-s0", "fp32 fp16 bf16", _REPEATED),
-    ("append-write-h1-q100.kv300-p64-DT-outside-s0", "fp32 fp16 bf16", _OUTSIDE),
+    ("decode-absorbed-h16-q1.kv257+q1.kv256-p16-DT-mixed-fused-s0", "fp32 fp16 bf16", FUSED),
+    ("prefix-absorbed-h16-q17.kv200+q31.kv95-p64-DT-needle-fused-s0", "fp16 bf16", FUSED),
+    ("prefix-mha-h16-q17.kv200+q31.kv95-ragged-DT-needle-fused-s0", "fp16", FUSED),
+    *copy_suites.SMOKE,
+    *merge_suites.SMOKE,
+    *layout_suites.SMOKE,
+    *layer_suites.SMOKE,
 )
 
 
 def _smoke() -> Iterator[SuiteCase]:
-    for template, dtypes, claim in _SMOKE:
+    return _each(_SMOKE)
+
+
+def _each(templates: Iterable[copy_suites.Template]) -> Iterator[SuiteCase]:
+    for template, dtypes, claim in templates:
         for dtype in dtypes.split():
             yield _case(template, dtype, claim)
 
@@ -135,6 +140,10 @@ def _case(template: str, dtype: str, claim: str) -> SuiteCase:
 
 def _standard() -> Iterator[SuiteCase]:
     yield from _smoke()
+    yield from _each(copy_suites.standard())
+    yield from _each(merge_suites.standard())
+    yield from _each(layout_suites.standard())
+    yield from _each(layer_suites.standard())
     for dtype in DTYPES:
         # Every regime at a length that is no multiple of anything, and at one that is a multiple of everything.
         for regime in REGIMES:
@@ -148,8 +157,12 @@ def _standard() -> Iterator[SuiteCase]:
         for h, regime in zip(RANK_HEADS, cycle(REGIMES), strict=False):
             yield _case(f"decode-absorbed-h{h}-q1.kv2049+q1.kv640-p64-DT-{regime}-s1", dtype, _HEADS.format(h=h))
             yield _case(f"prefill-mha-h{h}-q257.kv257-ragged-DT-{regime}-s1", dtype, _HEADS.format(h=h))
+        # Kernels put queries and heads into one tile of rows, which the odd head counts do not divide.
+        for h in ODD_HEADS:
+            for requests in ("q7.kv65", "q3.kv66+q33.kv257"):
+                yield _case(f"prefix-absorbed-h{h}-{requests}-p64-DT-needle-s1", dtype, _TILED.format(h=h))
         for q in (2, 3, 4):
-            for h in (8, 16, 128):
+            for h in (8, 16, 128, *ODD_HEADS):
                 yield _case(f"spec-absorbed-h{h}-q{q}.kv1025+q{q}.kv{q + 1}-p64-DT-needle-s1", dtype, _SPEC.format(q=q))
         yield _case("decode-absorbed-h16-q1.kv16384-p64-DT-uniform-s1", dtype, _FLAT)
         yield _case("decode-absorbed-h16-q1.kv16384-p64-DT-needle-s1", dtype, _NEEDLE)
@@ -160,6 +173,8 @@ def _standard() -> Iterator[SuiteCase]:
 
 def _full() -> Iterator[SuiteCase]:
     yield from _standard()
+    yield from _each(copy_suites.full())
+    yield from _each(layout_suites.full())
     for dtype in DTYPES:
         for h in RANK_HEADS:
             for p, regime in zip(PAGE_SIZES, cycle(REGIMES), strict=False):
@@ -178,7 +193,11 @@ SUITES = {
     for suite in (
         Suite("smoke", "every phase, dtype, regime, page size and head count; for two CPU cores", _smoke),
         Suite("standard", "edges crossed with dtypes, regimes and heads; for a GPU", _standard),
-        Suite("full", "standard, every head count with every page size, long contexts; for a GPU", _full),
+        Suite(
+            "full",
+            "standard, every head count with every page size, long contexts, offsets past 2^32; for a GPU",
+            _full,
+        ),
     )
 }
 

@@ -2,7 +2,7 @@
 
 A kernel's own layouts and conventions are mapped in that kernel's file, nowhere else.
 T query tokens of all requests in order, H heads, R kv_lora_rank, P qk_rope_head_dim, B requests. The last dim of every
-tensor is contiguous; in the fused layout (cases.LAYOUTS) the others need not be.
+tensor is contiguous; the others need not be (layouts.py).
 """
 
 from __future__ import annotations
@@ -87,6 +87,31 @@ class MHAInputs(_AttentionInputs):
 
 
 @dataclass(frozen=True)
+class LayerInputs(_AttentionInputs):
+    """Attention between its weights, which a kernel absorbs into query and output or expands the latent by."""
+
+    q_nope: torch.Tensor  # [T, H, qk_nope_head_dim], before absorption
+    q_pe: torch.Tensor  # [T, H, P], RoPE applied
+    w_kc: torch.Tensor  # [H, qk_nope_head_dim, R]; with w_vc the two halves of kv_b_proj
+    w_vc: torch.Tensor  # [H, R, v_head_dim]
+    ckv_cache: torch.Tensor  # [num_pages, page_size, R]
+    kpe_cache: torch.Tensor  # [num_pages, page_size, P], RoPE applied
+    page_table: torch.Tensor  # [B, max_pages] int32; entries past a request's last page are garbage
+
+    @property
+    def queries(self) -> torch.Tensor:
+        return self.q_nope
+
+    @property
+    def qk_dims(self) -> tuple[int, int]:
+        return self.q_nope.shape[-1], self.q_pe.shape[-1]
+
+    @property
+    def v_dim(self) -> int:
+        return self.w_vc.shape[-1]
+
+
+@dataclass(frozen=True)
 class WriteInputs(_Inputs):
     """A cache write: row t of ckv and kpe goes to slot slots[t] of the cache, side by side; no other slot changes.
 
@@ -96,19 +121,37 @@ class WriteInputs(_Inputs):
     ckv: torch.Tensor  # [T, R], the latent of the new tokens, the last ones of each request
     kpe: torch.Tensor  # [T, P], RoPE applied
     slots: torch.Tensor  # [T] int64
-    kv_cache: torch.Tensor  # [num_pages, page_size, R + P], as it was before; the kernel writes into a copy, `out.out`
+    # [num_pages, page_size, R + P], as it was before. The kernel writes into a copy, `out.out`; in a far layout it is
+    # that, too.
+    kv_cache: torch.Tensor
     page_table: torch.Tensor  # [B, max_pages] int32, from which slots were made; entries past the last page are garbage
 
 
-AttentionInputs = AbsorbedInputs | MHAInputs
-MLAInputs = AttentionInputs | WriteInputs
+@dataclass(frozen=True)
+class ConcatInputs(_Inputs):
+    """A concatenation: every token's and head's nope and rope part, side by side in `out`, all bits as they are."""
+
+    nope: torch.Tensor  # [T, H, D]: D is kv_lora_rank for queries, qk_nope_head_dim for keys
+    rope: torch.Tensor  # [T, H, P] for queries, [T, 1, P] for keys, whose heads share it
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        """[T, H, D + P]"""
+        num_tokens, num_heads, nope_dim = self.nope.shape
+        return num_tokens, num_heads, nope_dim + self.rope.shape[-1]
+
+
+AttentionInputs = AbsorbedInputs | MHAInputs | LayerInputs
+CopyInputs = WriteInputs | ConcatInputs  # bits are moved, and no softmax is taken
+MLAInputs = AttentionInputs | CopyInputs
 
 
 @dataclass(frozen=True)
 class MLAOutput:
-    """out [T, H, R] (absorbed) or [T, H, v_head_dim] (mha); lse [T, H] float32, natural log, or None if not returned.
+    """out [T, H, R] (absorbed) or [T, H, v_head_dim] (mha, layer); lse [T, H] float32, natural log, or None.
 
-    A query that sees no key has out 0 and lse -inf. Of a cache write, out is the cache [num_pages, page_size, R + P].
+    A query that sees no key has out 0 and lse -inf. Of a cache write, out is the cache [num_pages, page_size, R + P],
+    of a concatenation [T, H, D + P].
     """
 
     out: torch.Tensor
@@ -135,13 +178,18 @@ class Buffers:
 # A row of the largest dims is a few KiB: an index that is off by one row, or by a small page, lands in the zone.
 GUARD_BYTES = 1 << 16
 _GUARD_BYTE = 0xA5
+UNWRITTEN = _GUARD_BYTE
 
 
 def output_buffers(inputs: MLAInputs, dtype: torch.dtype) -> Buffers:
     """Buffers for a kernel to write, full of NaN: a row that it leaves unwritten must not look right by chance.
 
-    `out` of a cache write is a copy of the cache.
+    `out` of a cache write is a copy of the cache, `out` of a concatenation holds UNWRITTEN in every byte.
     """
+    if isinstance(inputs, ConcatInputs):
+        # NaN is among what a concatenation copies; the zones' own byte is not (concat_inputs).
+        out, whole = _guarded(inputs.out_shape, inputs.nope.dtype, inputs.device)
+        return Buffers(MLAOutput(out, None), (whole,))
     if isinstance(inputs, WriteInputs):
         out, whole = _guarded(inputs.kv_cache.shape, inputs.kv_cache.dtype, inputs.device)
         return Buffers(MLAOutput(out.copy_(inputs.kv_cache), None), (whole,))

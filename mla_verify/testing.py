@@ -12,13 +12,14 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from mla_verify.cases import PHASES, CaseSpec
 from mla_verify.errors import UsageError, did_you_mean
 from mla_verify.formats import DTYPES
-from mla_verify.kernels.contract import Contract, facts_on
+from mla_verify.kernels.contract import Contract, Form, facts_on
 from mla_verify.results import CaseResult, Verdict
 from mla_verify.suites import SUITES, SuiteCase, suite_cases
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mla_verify.judge import Judgement
+    from mla_verify.placed import Placed
     from mla_verify.tensors import Buffers, MLAInputs, MLAOutput
 
 __all__ = ["InconclusiveError", "MLACase", "assert_mla", "mla_cases"]
@@ -47,7 +49,7 @@ def assert_mla(
     """Assert that `actual` is what attention over `inputs` gives, within the roundings that the contract declares.
 
     actual: out, or (out, lse), in the shapes of MLAOutput and the conventions of the contract; of a cache write the
-    cache after it, which must be a copy of the one in `inputs`.
+    cache after it, which must be a copy of the one in `inputs`; of a concatenation its result. Both hold bit for bit.
     inputs: tensors as they were before the kernel, or an `mla_case`. A case must also be able to show the faults that
     it is made for, and its kernel must have left its inputs, and what lies around its output buffers, as they were.
     contract: a case has its own; for tensors without one: fp32 arithmetic with one rounding at the end, and no LSE.
@@ -85,53 +87,50 @@ class MLACase:
         self.device = device
         self._buffers: list[Buffers] = []
 
-    @cached_property
+    @property
     def inputs(self) -> MLAInputs:
-        """AbsorbedInputs, MHAInputs or WriteInputs by the contract's form (mla_verify/tensors.py): a function of the
-        case alone. What no request references is poisoned. Neither kernel nor test may change them.
+        """AbsorbedInputs, MHAInputs, ... by the contract's form (mla_verify/tensors.py): a function of the case alone.
+        What no request references is poisoned. Neither kernel nor test may change them.
         """
-        return self._copy(self._pristine)
+        return self._placed.inputs
 
     def output_buffers(self) -> MLAOutput:
         """New buffers for a kernel to write into, full of NaN; of a cache write, a copy of the cache.
 
-        out [T, H, v_dim] in the dtype that the contract's facts declare, lse [T, H] float32. What a kernel writes
-        right before or after them is found by `assert_mla`.
+        out [T, H, v_dim] in the dtype that the contract's facts declare, lse [T, H] float32; of a concatenation out
+        [T, H, D + P]. What a kernel writes right before or after them is found by `assert_mla`.
         """
         from mla_verify.formats import FORMATS
-        from mla_verify.tensors import output_buffers
 
         dtype = self.contract.facts(self.spec.dtype).out_dtype
-        self._buffers.append(output_buffers(self.inputs, FORMATS[dtype].torch_dtype))
+        self._buffers.append(self._placed.buffers(FORMATS[dtype].torch_dtype))
         return self._buffers[-1].output
 
     def broken_rule(self) -> str | None:
         """What was done to the inputs or around the output buffers that nobody may do, or None. Told once."""
-        if "inputs" not in vars(self):
+        if "_placed" not in vars(self):
             return None
-        from mla_verify.execute import changed_tensors
-
-        changed = changed_tensors(self.inputs, self._pristine)
+        broken = self._placed.damage()
         spilled = [where for buffers in self._buffers if (where := buffers.overwritten())]
-        if not changed and not spilled:
+        if not broken and not spilled:
             return None
         # The fixture asks again after the test. It need not say what the test has failed with.
-        del self.inputs
+        del self._placed
         self._buffers.clear()
-        if changed:
-            return f"the kernel changed its input {' and '.join(changed)} in place"
-        return f"the kernel wrote outside its output: {spilled[0]}"
+        return broken or f"the kernel wrote outside its output: {spilled[0]}"
+
+    def settled(self, output: MLAOutput) -> tuple[MLAOutput, MLAInputs, str | None]:
+        """An output on `inputs` as one on the same numbers in the split layout, these, and what it left elsewhere."""
+        placed = self._placed
+        return placed.result(output), placed.plain, placed.spilled(output)
 
     @cached_property
-    def _pristine(self) -> MLAInputs:
+    def _placed(self) -> Placed:
+        from mla_verify.execute import private_copy
         from mla_verify.inputs import make_inputs
 
-        return self._copy(make_inputs(self.spec, self.device))
-
-    def _copy(self, inputs: MLAInputs) -> MLAInputs:
-        from mla_verify.execute import private_copy
-
-        return private_copy(inputs, self.contract, self.spec.layout)
+        split = make_inputs(replace(self.spec, layout="split"), self.device)
+        return private_copy(split, self.contract, self.spec.layout)
 
     def __str__(self) -> str:
         return self.spec.id
@@ -218,9 +217,9 @@ def _judgement(actual: object, inputs: object, contract: Contract | None, case: 
 
     from mla_verify.execute import checked
     from mla_verify.expected import expect
-    from mla_verify.judge import Judgement, judge_attention, judge_write
+    from mla_verify.judge import Judgement, judge_attention, judge_copy
     from mla_verify.regimes import REGIME_TABLE
-    from mla_verify.tensors import MLAOutput, WriteInputs
+    from mla_verify.tensors import ConcatInputs, MLAOutput, WriteInputs
     from mla_verify.vacuity import fault_sizes
 
     tensors, form, dtype = _read(inputs)
@@ -244,37 +243,49 @@ def _judgement(actual: object, inputs: object, contract: Contract | None, case: 
     if done.output is None:
         assert done.verdict is not None
         return Judgement(done.verdict, done.reason, ())
+    output = done.output
+    if case:
+        output, tensors, spilled = case.settled(output)
+        if spilled:
+            return Judgement(Verdict.FAIL, spilled, ())
     if isinstance(tensors, WriteInputs):
-        if done.output.out.data_ptr() == tensors.kv_cache.data_ptr():
+        if output.out.data_ptr() == tensors.kv_cache.data_ptr():
             raise UsageError(
                 "the cache that was written is inputs.kv_cache itself: what else changed in it cannot be seen",
                 "write into a copy, e.g. mla_case.output_buffers().out or inputs.kv_cache.clone()",
             )
-        return judge_write(done.output, tensors)
+        return judge_copy(output, tensors)
+    if isinstance(tensors, ConcatInputs):
+        return judge_copy(output, tensors)
     expected = expect(tensors, [facts])
     # Real activations claim nothing but that they are not all zero.
     faults = REGIME_TABLE[case.spec.regime].shows if case else ("zeros",)
-    return judge_attention(done.output, tensors, expected, facts, fault_sizes(tensors, expected, faults))
+    return judge_attention(output, tensors, expected, facts, fault_sizes(tensors, expected, faults))
 
 
-def _read(inputs: object) -> tuple[MLAInputs, Literal["absorbed", "mha", "write"], str]:
+def _read(inputs: object) -> tuple[MLAInputs, Form, str]:
     """The inputs, their form, and the dtype of all their floating tensors."""
     __tracebackhide__ = _HIDDEN_FOR_USAGE
     from mla_verify.formats import format_of
-    from mla_verify.tensors import AbsorbedInputs, MHAInputs, WriteInputs
+    from mla_verify.tensors import AbsorbedInputs, ConcatInputs, LayerInputs, MHAInputs, WriteInputs
 
-    if not isinstance(inputs, AbsorbedInputs | MHAInputs | WriteInputs):
+    forms: dict[type, Form] = {
+        AbsorbedInputs: "absorbed",
+        MHAInputs: "mha",
+        WriteInputs: "write",
+        ConcatInputs: "concat",
+        LayerInputs: "layer",
+    }
+    if not isinstance(inputs, AbsorbedInputs | MHAInputs | WriteInputs | ConcatInputs | LayerInputs):
+        known = ", ".join(kind.__name__ for kind in forms)
         raise UsageError(
-            f"inputs are {type(inputs).__name__}, not AbsorbedInputs, MHAInputs, WriteInputs or MLACase",
+            f"inputs are {type(inputs).__name__}, not {known} or MLACase",
             "assert_mla(actual, inputs): the result first, then what it was computed from",
         )
-    form: Literal["absorbed", "mha", "write"] = "write"
-    if not isinstance(inputs, WriteInputs):
-        form = "absorbed" if isinstance(inputs, AbsorbedInputs) else "mha"
     floating = {name: t.dtype for name, t in inputs.named_tensors().items() if t.dtype.is_floating_point}
     formats = {format_of(dtype) for dtype in floating.values()}
     only = formats.pop()
     if formats or only is None:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in floating.items())
         raise UsageError(f"inputs of other dtypes than one: {listed}", f"all must have one of {', '.join(DTYPES)}")
-    return inputs, form, only.name
+    return inputs, next(form for kind, form in forms.items() if isinstance(inputs, kind)), only.name

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mla_verify.reference.chunk_rounding import Chunking, ChunkRounding, chunk_rounding
 from mla_verify.reference.key_sums import (
     KeySums,
     KeyTerms,
@@ -28,7 +29,7 @@ from mla_verify.reference.key_sums import (
 )
 from mla_verify.reference.keys import Keys
 
-_SCORE_BYTES = 128 << 20  # one [groups, rows, kv_len] float64 buffer; about six of them are alive at once
+_SCORE_BYTES = 128 << 20  # see _score_bytes
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Attention:
     num_keys: Tensor
     sums: tuple[KeySums, ...]  # one for each weighing
     splits: tuple[SplitRounding, ...]  # one for each of the `splittings` asked for
+    chunks: tuple[ChunkRounding, ...] = ()  # one for each of the `chunkings` asked for
 
 
 def attend_absorbed(
@@ -60,6 +62,7 @@ def attend_absorbed(
     causal: bool,
     weighings: Sequence[Weighing] = (),
     splittings: Sequence[Splitting] = (),
+    chunkings: Sequence[Chunking] = (),
 ) -> Attention:
     """Attention over the latent cache: every head shares the keys, and ckv is both key and value.
 
@@ -87,6 +90,7 @@ def attend_absorbed(
         causal=causal,
         weighings=weighings,
         splittings=splittings,
+        chunkings=chunkings,
     )
 
 
@@ -99,6 +103,7 @@ def attend_mha(
     causal: bool,
     weighings: Sequence[Weighing] = (),
     splittings: Sequence[Splitting] = (),
+    chunkings: Sequence[Chunking] = (),
 ) -> Attention:
     """Attention with keys and values of every head's own (`expand_kv`).
 
@@ -117,6 +122,7 @@ def attend_mha(
         causal=causal,
         weighings=weighings,
         splittings=splittings,
+        chunkings=chunkings,
     )
 
 
@@ -150,6 +156,7 @@ def _attend(
     causal: bool,
     weighings: Sequence[Weighing],
     splittings: Sequence[Splitting],
+    chunkings: Sequence[Chunking],
 ) -> Attention:
     kv_len, device = v.length, v.x.device
     num_keys = torch.full((q_len,), kv_len, dtype=torch.float64, device=device)
@@ -157,9 +164,12 @@ def _attend(
         num_keys = (torch.arange(q_len, device=device) + (kv_len - q_len + 1)).clamp(0, kv_len).double()
     groups, rows = pairs[0][0].shape[:2]
     copies = key_copies([k.x for _, k in pairs]) if weighings and kv_len else None
-    block = max(1, _SCORE_BYTES // max(1, 8 * groups * kv_len))
-    for splitting in splittings:
-        block = max(1, min(block, _SCORE_BYTES // (5 * 8 * groups * splitting.max_splits * v.dim)))
+    # What is asked for twice is computed once.
+    weigh, split = list(dict.fromkeys(weighings)), list(dict.fromkeys(splittings))
+    room = _score_bytes(device)
+    block = max(1, room // max(1, 8 * groups * kv_len))
+    for splitting in split:
+        block = max(1, min(block, room // (5 * 8 * groups * splitting.max_splits * v.dim)))
     parts = [
         _attend_rows(
             [(q[:, start : start + block].double(), k) for q, k in pairs],
@@ -167,18 +177,35 @@ def _attend(
             num_keys[row_query[start : start + block]],
             copies,
             sm_scale,
-            weighings,
-            splittings,
+            weigh,
+            split,
+            q_len,
+            chunkings,
         )
         for start in range(0, max(rows, 1), block)
     ]
     merged = [rows_of(torch.cat(column, dim=1)) for column in zip(*parts, strict=True)]
     rows_wise, rest = merged[:6], merged[6:]
-    sums = tuple(KeySums(*rest[6 * i : 6 * i + 6]) for i in range(len(weighings)))
-    rest = rest[6 * len(weighings) :]
-    rounding = tuple(SplitRounding(*pair) for pair in zip(rest[::2], rest[1::2], strict=True))
-    out, direction, lse, max_score, mean_score, score_along = rows_wise
-    return Attention(out, direction, lse, max_score, mean_score, score_along, num_keys, sums, rounding)
+    sums = {weighing: KeySums(*rest[6 * i : 6 * i + 6]) for i, weighing in enumerate(weigh)}
+    rest = rest[6 * len(weigh) :]
+    splits = {splitting: SplitRounding(*rest[2 * i : 2 * i + 2]) for i, splitting in enumerate(split)}
+    rest = rest[2 * len(split) :]
+    chunks = tuple(ChunkRounding(*rest[4 * i : 4 * i + 4]) for i in range(len(chunkings)))
+    return Attention(
+        *rows_wise,
+        num_keys,
+        tuple(sums[weighing] for weighing in weighings),
+        tuple(splits[splitting] for splitting in splittings),
+        chunks,
+    )
+
+
+def _score_bytes(device: torch.device) -> int:
+    """Of one [groups, rows, kv_len] float64 buffer, of which about six are alive at once."""
+    if device.type != "cuda":
+        return _SCORE_BYTES
+    # Each block costs a few hundred launches, and a GPU has memory to spare; others use it, too.
+    return max(_SCORE_BYTES, min(16 * _SCORE_BYTES, torch.cuda.mem_get_info(device)[0] // 32))
 
 
 def _attend_rows(
@@ -189,8 +216,10 @@ def _attend_rows(
     sm_scale: float,
     weighings: Sequence[Weighing],
     splittings: Sequence[Splitting],
+    q_len: int,
+    chunkings: Sequence[Chunking],
 ) -> list[Tensor]:
-    """[groups, rows, ...]: six row-wise fields of Attention, six sums a weighing, two tensors a splitting."""
+    """[groups, rows, ...]: six row-wise fields of Attention, six sums a weighing, two a splitting, four a chunking."""
     kv_len = v.length
     score = pairs[0][0].new_zeros(v.groups, pairs[0][0].shape[1], kv_len)
     gram = torch.zeros_like(score) if weighings else score
@@ -228,4 +257,6 @@ def _attend_rows(
     columns = [out, direction, lse, max_score.squeeze(-1), ps.sum(-1), (ps * along).sum(-1), *sums]
     for splitting in splittings:
         columns += [split_variance(p, v, out, lse, splitting), split_tilt(p, splitting)]
+    for chunking in chunkings:
+        columns += chunk_rounding(p, v, out, direction, lse, q_len, chunking)
     return columns

@@ -165,14 +165,7 @@ def split_variance(p: Tensor, v: Keys, out: Tensor, lse: Tensor, splitting: Spli
     kv_len = v.length
     count = 1 << max(0, splitting.max_splits.bit_length() - 1)
     step = max(1, -(-kv_len // count))
-    slices = [slice(s * step, min((s + 1) * step, kv_len)) for s in range(count)]
-    # Sums over each part, [groups, rows, count, v_dim or 1]; those of fewer, larger parts follow by addition.
-    p2 = p.square()
-    columns = []
-    for s in slices:
-        value, _, _, (square, _, square_v, square_v2, _, _) = weighted_sums(p[:, :, s], [p2[:, :, s]], v.part(s))
-        columns.append((p[:, :, s].sum(-1, keepdim=True), value, square[..., None], square_v, square_v2))
-    sums = [torch.stack(column, dim=2) for column in zip(*columns, strict=True)]
+    sums = _sums_by_part(p, v, count, step)
     whole, whole_lse = out[:, :, None], lse[:, :, None, None]
     worst = torch.zeros_like(out)
     while True:
@@ -190,6 +183,32 @@ def split_variance(p: Tensor, v: Keys, out: Tensor, lse: Tensor, splitting: Spli
         sums = [x.unflatten(2, (-1, 2)).sum(3) for x in sums]
 
 
+def _sums_by_part(p: Tensor, v: Keys, count: int, step: int) -> list[Tensor]:
+    """Sums over parts of `step` keys: of p, p v, p^2, p^2 v and p^2 v^2. [groups, rows, count, v_dim or 1] each.
+
+    Those of fewer, larger parts follow from them by addition.
+    """
+    columns: list[list[Tensor]] = [[], [], []]
+    # A few parts at a time: each costs a dozen small operations, and all at once the memory of the values.
+    at_once = max(1, _PARTS_BYTES // max(1, 8 * step * v.groups * v.dim))
+    for first in range(0, count, at_once):
+        parts = min(at_once, count - first)
+        keys = slice(first * step, min((first + parts) * step, v.length))
+        short = parts * step - len(range(*keys.indices(v.length)))
+        x = torch.nn.functional.pad(v.x[:, keys].double(), (0, 0, 0, short)).unflatten(1, (parts, step))
+        mine = torch.nn.functional.pad(p[:, :, keys], (0, short)).unflatten(2, (parts, step))
+        both = torch.stack([mine, mine.square()], dim=2)  # [groups, rows, 2, parts, step]
+        by_part = both.permute(0, 3, 2, 1, 4).flatten(2, 3)  # [groups, parts, 2 rows, step]
+        columns[0].append(both.sum(-1))
+        columns[1].append((by_part @ x).unflatten(2, (2, -1)))  # [groups, parts, 2, rows, v_dim]
+        columns[2].append(by_part[:, :, len(p[0]) :] @ x.square())  # [groups, parts, rows, v_dim]
+    mass, square = torch.cat(columns[0], dim=3)[..., None].unbind(2)
+    value, square_v = torch.cat(columns[1], dim=1).permute(2, 0, 3, 1, 4)
+    return [mass, value, square, square_v, torch.cat(columns[2], dim=1).transpose(1, 2)]
+
+
+_PARTS_BYTES = 32 << 20  # of the values of some parts, in float64
+
 _CUT_STEPS = (1, 16, 32, 64, 128)  # keys: a part is a whole number of tiles or pages
 
 
@@ -199,14 +218,14 @@ def split_tilt(p: Tensor, splitting: Splitting) -> Tensor:
     worst = p.new_zeros(groups, rows)
     if not kv_len:
         return worst
-    for level in range(1, splitting.max_splits.bit_length()):
-        for unit in _CUT_STEPS:
-            step = max(unit, -(-kv_len // (unit << level)) * unit)
-            parts = torch.nn.functional.pad(p, (0, -kv_len % step)).unflatten(2, (-1, step))
-            mass, largest = parts.sum(-1), parts.amax(-1)  # [groups, rows, count]
-            # What is beside the largest, added up from small numbers: 1 - largest would cancel.
-            rest = parts.masked_fill(parts >= largest[..., None], 0.0).sum(-1)
-            tilt = (mass * splitting.tilt(rest / mass.clamp_min(torch.finfo(mass.dtype).tiny))).sum(-1)
-            others = mass.masked_fill(mass >= mass.amax(-1, keepdim=True), 0.0).sum(-1)
-            worst = torch.maximum(worst, tilt + splitting.tilt(others))
+    levels = range(1, splitting.max_splits.bit_length())
+    steps = [max(unit, -(-kv_len // (unit << level)) * unit) for level in levels for unit in _CUT_STEPS]
+    for step in dict.fromkeys(steps):
+        parts = torch.nn.functional.pad(p, (0, -kv_len % step)).unflatten(2, (-1, step))
+        mass, largest = parts.sum(-1), parts.amax(-1)  # [groups, rows, count]
+        # What is beside the largest, added up from small numbers: 1 - largest would cancel.
+        rest = parts.masked_fill(parts >= largest[..., None], 0.0).sum(-1)
+        tilt = (mass * splitting.tilt(rest / mass.clamp_min(torch.finfo(mass.dtype).tiny))).sum(-1)
+        others = mass.masked_fill(mass >= mass.amax(-1, keepdim=True), 0.0).sum(-1)
+        worst = torch.maximum(worst, tilt + splitting.tilt(others))
     return worst

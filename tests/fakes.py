@@ -22,6 +22,9 @@ class Absorbed(KernelBase):
     name = "absorbed"
     contract = Contract("absorbed", ("fp32", "bf16"), ("decode", "prefill"), facts=RoundingFacts)
 
+    def own_process(self, device: str) -> None:
+        return None  # another process knows nothing of what `register` did
+
     def version(self) -> str:
         return "fake 1.0"
 

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from mla_verify.kernels.merge_parts import MergedKernel
 from mla_verify.report.json_report import read_json
 from mla_verify.results import CaseResult, RunReport, Verdict
 from tests.cli_helper import Result, invoke
@@ -26,7 +27,7 @@ _JUNIT = {"failure": ("FAIL", "WRONG_SHAPE", "ERROR", "CRASH"), "error": ("TIMEO
 _JUNIT["skipped"] = ("UNSUPPORTED",)
 
 
-def register(monkeypatch: pytest.MonkeyPatch, kernels: Sequence[type[Honest]]) -> None:
+def register(monkeypatch: pytest.MonkeyPatch, kernels: Sequence[type[Honest | MergedKernel]]) -> None:
     """Make these the only kernels there are."""
     table = {kernel.name: f"{kernel.__module__}:{kernel.__name__}" for kernel in kernels}
     monkeypatch.setattr("mla_verify.kernels.KERNELS", table)

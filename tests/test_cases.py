@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_verify.cases import (
+    FORM_LAYOUTS,
     FORM_PHASES,
+    FORM_REGIMES,
     FORMS,
-    LAYOUTS,
     MAX_TOKENS,
-    REGIMES,
+    RAGGED_FORMS,
     SM_SCALE,
-    WRITE_REGIMES,
     CaseSpec,
     Request,
 )
@@ -36,14 +36,16 @@ LENGTHS = {
     "chunked": st.tuples(small, small),
     "mixed": st.tuples(small, small),
     "append": st.tuples(small, small).map(lambda n: (min(n), max(n))),
+    "queries": small.map(lambda n: (n, n)),
+    "keys": small.map(lambda n: (n, n)),
 }
 
 
 @st.composite
 def specs(draw: st.DrawFn) -> CaseSpec:
     form = draw(st.sampled_from(FORMS))
-    phase, write = draw(st.sampled_from(FORM_PHASES[form])), form == "write"
-    lengths = LENGTHS[phase] | st.tuples(st.just(0), small)
+    phase, write, copy = draw(st.sampled_from(FORM_PHASES[form])), form == "write", form in ("write", "concat")
+    lengths = LENGTHS[phase] if form == "concat" else LENGTHS[phase] | st.tuples(st.just(0), small)
     runs = draw(st.lists(st.tuples(st.integers(1, 12), lengths), min_size=2, max_size=5))
     return CaseSpec(
         phase=phase,
@@ -51,15 +53,15 @@ def specs(draw: st.DrawFn) -> CaseSpec:
         # 60 requests of up to 9,000 tokens and 2,100 dims a head: 12 heads stay under MAX_ELEMENTS, whatever is drawn.
         num_heads=1 if write else draw(st.integers(1, 12)),
         requests=tuple(Request(*one) for count, one in runs for _ in range(count)),
-        page_size=0 if form == "mha" else draw(st.integers(1, 300)),
+        page_size=0 if form in RAGGED_FORMS else draw(st.integers(1, 300)),
         dtype=draw(st.sampled_from(DTYPES)),
-        regime=draw(st.sampled_from(WRITE_REGIMES if write else REGIMES)),
+        regime=draw(st.sampled_from(FORM_REGIMES[form])),
         seed=draw(st.integers(0, 10**18 - 1)),
-        causal=write or draw(st.booleans()),
+        causal=copy or draw(st.booleans()),
         sm_scale=draw(
-            st.just(SM_SCALE) if write else st.just(SM_SCALE) | st.floats(0, exclude_min=True, allow_infinity=False)
+            st.just(SM_SCALE) if copy else st.just(SM_SCALE) | st.floats(0, exclude_min=True, allow_infinity=False)
         ),
-        layout=draw(st.sampled_from(LAYOUTS)),
+        layout=draw(st.sampled_from(FORM_LAYOUTS[form])),
         dims=draw(st.just(MLADims()) | st.builds(MLADims, *[st.integers(1, 700)] * 4)),
     )
 
@@ -128,7 +130,8 @@ def refusal(case_id: str) -> str:
         ("normal", "n0rmal", "'n0rmal' stands where the regime"),
         ("normal", "norma", "did you mean normal"),
         ("-s0", "", "the seed is missing"),
-        ("-s0", "-0", "'0' is none of full, fused, scale0.25"),
+        ("-s0", "-0", "'0' is none of full, fused, transposed, far31, far32, scale0.25"),
+        ("-s0", "-fused-transposed-s0", "full, layout, scale, dims and seed in this order"),
         ("-s0", "-scale-s0", "'scale' is none of"),
         ("-s0", "-scale-1-s0", "'scale' is none of"),
         ("-s0", "-scale1e-05-0", "'0' is none of"),
@@ -163,6 +166,19 @@ def test_a_bad_id_is_refused_by_the_part_that_is_wrong(part: str, wrong: str, to
         ("append-write-h1-q1.kv64-p64-bf16-rows-scale2-s0", "neither full nor a scale is named"),
         ("append-write-h1-q1.kv64-p64-bf16-normal-s0", "unknown regime 'normal'"),
         ("append-write-h1-q1.kv64-ragged-bf16-rows-s0", "form write with page size 0"),
+        (
+            "append-write-h1-q1.kv64-p64-bf16-rows-transposed-s0",
+            "layout transposed of form write\nhint: it has split, ",
+        ),
+        ("prefill-mha-h16-q64.kv64-ragged-bf16-normal-far31-s0", "layout far31 of form mha\nhint: it has split, fused"),
+        ("keys-concat-h128-q64.kv64-p64-bf16-rows-s0", "form concat with page size 64\nhint: concat needs ragged"),
+        ("keys-concat-h128-q64.kv64-ragged-bf16-normal-s0", "unknown regime 'normal'\nhint: known: rows"),
+        ("keys-concat-h128-q64.kv64-ragged-bf16-rows-far31-s0", "layout far31 of form concat"),
+        ("keys-concat-h128-q1.kv64-ragged-bf16-rows-s0", "phase keys means that every request has as many queries as"),
+        ("queries-concat-h128-q9.kv9-ragged-bf16-rows-full-s0", "neither full nor a scale is named"),
+        ("queries-concat-h128-q9.kv9-ragged-bf16-rows-scale2-s0", "neither full nor a scale is named"),
+        ("prefill-concat-h128-q9.kv9-ragged-bf16-rows-s0", "phase prefill of form concat\nhint: it has queries, keys"),
+        ("keys-mha-h128-q9.kv9-ragged-bf16-normal-s0", "phase keys of form mha"),
         ("decode-absorbed-h16-q1.kv64-p64-bf16-normal-scale0-s0", "sm_scale is 0.0"),
         ("decode-absorbed-h16-q1.kv64-p64-bf16-normal-scale1e999-s0", "sm_scale is inf"),
     ],
@@ -188,6 +204,8 @@ def test_empty_requests_contradict_no_phase(phase: str) -> None:
         "decode-absorbed-h1-1000xq1.kv1-p999999-bf16-normal-s0",  # 1000 pages, each with one key
         "prefill-absorbed-h128-q4000000.kv4000000-p64-bf16-normal-s0",
         "decode-mha-h128-q1.kv4000000-ragged-bf16-normal-s0",
+        "queries-concat-h128-q233017.kv233017-ragged-bf16-rows-s0",  # 233,016 x 128 x 576 is just under 2^34
+        "keys-concat-h128-q524289.kv524289-ragged-bf16-rows-s0",
         "decode-absorbed-h99999-1000xq1.kv1-p64-bf16-normal-s0",
         "decode-absorbed-h128-q1.kv1000000-p64-bf16-normal-dims99999.1.1.1-s0",
         f"decode-absorbed-h1-q1.kv64-p64-bf16-normal-dims{'9' * 5000}.64.128.128-s0",
@@ -204,6 +222,8 @@ def test_the_sizes_at_which_32_bit_offsets_wrap_are_allowed() -> None:
     keys = CaseSpec.parse("decode-absorbed-h8-q1.kv7456541-p64-bf16-normal-s0").num_kv_tokens
     queries = CaseSpec.parse("prefix-absorbed-h128-q58256.kv58257-p64-bf16-normal-s0").num_q_tokens
     assert keys * 576 > 2**32 and queries * 128 * 576 > 2**32
+    copied = CaseSpec.parse("queries-concat-h128-q233016.kv233016-ragged-bf16-rows-s0").num_q_tokens
+    assert copied * 128 * 512 > 2**33
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ STARTED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 
 def describe(**fields: Any) -> dict[str, Any]:
     known: dict[str, Any] = {"argv": ["mla-verify", "kernels"], "device": "cpu", "seed": 3, "kernels": [Absorbed()]}
-    known |= {"unavailable": {}, "started": STARTED, "seconds": 1.25}
+    known |= {"timeout": 120.0, "unavailable": {}, "started": STARTED, "seconds": 1.25}
     return describe_environment(**known | fields)
 
 

@@ -36,7 +36,9 @@ def test_the_smoke_suite_decides_every_planned_case_and_exits_0(tmp_path: Path) 
     for kernel, least in (("triton-decode", 20), ("triton-write-decode", 20), ("triton-prefill", 9)):
         assert passed[kernel] >= least
     assert passed["triton-cache-write"] == len([case for case in suite_cases("smoke") if case.spec.form == "write"])
-    assert set(run.report.environment["unavailable_kernels"]) <= {n for n in KERNELS if n.startswith("sglang-")}
+    assert set(run.report.environment["unavailable_kernels"]) <= {
+        n for n in KERNELS if n.startswith(("sgl-", "sglang-", "flashinfer-"))
+    }
 
 
 def test_a_run_in_which_every_case_is_unsupported_exits_3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -137,7 +139,9 @@ def test_kernels_of_one_case_run_before_the_reference_and_share_one_pass_of_it(
     spy = Spy(monkeypatch)
     run = verify(tmp_path, *cases(DECODE, SINGLE, MHA))
     assert (run.exit_code, run.verdicts) == (0, [PASS] * 5)
-    assert spy.calls == [*["kernel", "kernel", "reference"] * 2, "kernel", "reference"]
+    # Each kernel is called for its verdict, once more, and on two requests alone where there are two.
+    batch, single = 4 * ["kernel"], 2 * ["kernel"]
+    assert spy.calls == [*2 * batch, "reference", *2 * single, "reference", *batch, "reference"]
 
 
 def test_an_error_of_the_tool_is_no_verdict_and_the_other_cases_still_run(

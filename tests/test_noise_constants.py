@@ -341,7 +341,7 @@ def slope_accepts(c: Constants, out: Tensor, actual: Tensor, sigma: Tensor) -> b
     attention = Attention(row, slope_direction(row), zero, zero, zero, zero, zero[0], (), ())
     reach = (attention.direction * row).sum(-1)
     slope = (attention.direction.square() * inner).sum(-1) / reach.square()
-    noise = Noise(inner, inner + ulp(row, BF16).square(), slope, zero, zero, zero, zero, zero, zero, zero + 1)
+    noise = Noise(inner, inner + ulp(row, BF16).square(), slope, zero, zero, zero, zero, zero, zero, zero, zero + 1)
     inputs = make_inputs(CaseSpec.parse("decode-absorbed-h1-q1.kv1-p1-bf16-normal-s0"))
     output = MLAOutput(actual[None, None].bfloat16(), None)
     (comparison,) = compare_output(output, Expected(attention, {facts: noise}), facts, inputs, c)

@@ -325,7 +325,7 @@ def test_a_kernel_that_gives_slots_after_the_last_key_the_weight_0_fails_by_defa
 def test_a_kernel_that_declares_contiguous_tensors_is_not_given_others(tmp_path: Path) -> None:
     done = run(tmp_path, "conventions:takes_contiguous", FUSED, BATCH)
     assert (done.exit_code, done.verdicts) == (3, [UNSUPPORTED, PASS])
-    reason = "the tensors are views of fused ones, and the contract asks for contiguous ones"
+    reason = "the tensors are views of others, and the contract asks for contiguous ones"
     assert done.report.results[0].reason == reason
     assert f": 1 x {reason}\n" in done.done.stdout
     assert done.report.reasons == (f"No kernel decided {FUSED}.",)

@@ -230,7 +230,7 @@ def test_console_shows_a_few_failures_of_each_kernel_in_full_the_next_in_a_line_
     for kernel in ("a", "b"):
         short = f"FAIL  {kernel}  {DECODE.replace('-s7', f'-s{MAX_BLOCKS}')}  a reason for FAIL\n"
         assert text.count(short) == 1
-        assert f"... and 3 more of {kernel} that are wrong: --json has all" in text
+        assert f"... and 3 more of {kernel}: --json has all" in text
 
 
 def test_console_says_of_which_dtypes_nothing_is_known() -> None:

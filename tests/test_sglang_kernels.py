@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from mla_verify.cases import CaseSpec
+from mla_verify.kernels.entry import Entry
 from mla_verify.kernels.sglang import (
     SGLangDecode,
     SGLangExtend,
@@ -22,7 +23,7 @@ from mla_verify.kernels.sglang import (
     SGLangSetMLAKVBuffer,
     SGLangWriteDecode,
 )
-from mla_verify.kernels.sglang_api import DECODE, WRITE, Entry
+from mla_verify.kernels.sglang_api import DECODE, EXTEND, JIT_WRITE, WRITE
 
 ROOT = Path(__file__).parents[1]
 KERNELS = (SGLangDecode, SGLangWriteDecode, SGLangExtend, SGLangExtendMHA, SGLangSetMLAKVBuffer)
@@ -58,6 +59,7 @@ def test_contracts_and_the_missing_reason_import_no_library() -> None:
     names = ", ".join(kernel.__name__ for kernel in KERNELS)
     done = run_python(
         f"import sys; from mla_verify.kernels.sglang import {names}\n"
+        "import mla_verify.kernels.sglang_jit\n"
         f"for kernel in ({names}): kernel().missing(); kernel().version(); kernel().contract.facts('fp16')\n"
         "print(sorted({'sglang', 'torch', 'triton'} & {*sys.modules}))"
     )
@@ -67,6 +69,7 @@ def test_contracts_and_the_missing_reason_import_no_library() -> None:
 def stand_in(monkeypatch: pytest.MonkeyPatch, entry: Entry, function: Any) -> None:
     """`function` in SGLang's place."""
     module: Any = ModuleType(entry.module)
+    module.is_arch_support_pdl = lambda: False
     setattr(module, entry.name, function)
     monkeypatch.setitem(sys.modules, entry.module, module)
 
@@ -75,7 +78,50 @@ def test_a_signature_that_only_grew_optional_parameters_is_taken(monkeypatch: py
     def grown(kv_buffer, loc, cache_k_nope, cache_k_rope, *, new=0, **options): ...  # type: ignore[no-untyped-def]
 
     stand_in(monkeypatch, WRITE, grown)
+    stand_in(monkeypatch, JIT_WRITE, grown)
     assert SGLangSetMLAKVBuffer().why_unavailable("cuda") is None
+
+
+# Parameters of SGLang's functions by release; those after "|" have defaults.
+SIGNATURES = {
+    ("0.5.16", DECODE): "q k_buffer v_buffer o kv_indptr kv_indices attn_logits attn_lse num_kv_splits max_kv_splits "
+    "sm_scale k_scale v_scale | logit_cap sinks xai_temperature_len has_mla use_pdl page_size score_mod aux_tensors",
+    ("0.5.23", DECODE): "q k_buffer v_buffer o kv_indptr kv_indices attn_logits attn_lse num_kv_splits max_kv_splits "
+    "sm_scale k_scale v_scale | logit_cap sinks xai_temperature_len has_mla use_pdl page_size score_mod aux_tensors "
+    "enable_lean lean_Mp lean_Lp lean_Op lean_locks uneven_batch",
+    ("0.5.16", EXTEND): "q_extend k_extend v_extend o_extend k_buffer v_buffer qo_indptr kv_indptr kv_indices "
+    "custom_mask is_causal mask_indptr max_len_extend k_scale v_scale | sm_scale logit_cap skip_prefix_custom_mask "
+    "sliding_window_size sinks window_kv_offsets xai_temperature_len lse_extend skip_prefix skip_extend page_size "
+    "score_mod aux_tensors",
+    ("0.5.23", EXTEND): "q_extend k_extend v_extend o_extend k_buffer v_buffer qo_indptr kv_indptr kv_indices "
+    "custom_mask is_causal mask_indptr max_len_extend k_scale v_scale | sm_scale logit_cap skip_prefix_custom_mask "
+    "sliding_window_size sinks window_kv_offsets xai_temperature_len lse_extend skip_prefix skip_extend page_size "
+    "score_mod aux_tensors extend_seq_lens_cpu identity_kv_indices",
+    ("0.5.16", WRITE): "kv_buffer loc cache_k_nope cache_k_rope |",
+    ("0.5.23", WRITE): "kv_buffer loc cache_k_nope cache_k_rope | reserved_skip_index",
+    ("0.5.16", JIT_WRITE): "kv_buffer loc cache_k_nope cache_k_rope | num_warps",
+    ("0.5.23", JIT_WRITE): "kv_buffer loc cache_k_nope cache_k_rope | num_warps reserved_skip_index",
+}
+
+
+def of_signature(parameters: str) -> Any:
+    required, _, optional = parameters.partition("|")
+    scope: dict[str, Any] = {}
+    exec(f"def it({', '.join([*required.split(), *(f'{name}=0' for name in optional.split())])}): ...", scope)
+    return scope["it"]
+
+
+@pytest.mark.parametrize(("release", "entry"), SIGNATURES, ids=lambda value: getattr(value, "name", value))
+def test_the_signatures_of_both_releases_are_taken_and_none_without_what_we_pass(
+    release: str, entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = SIGNATURES[release, entry]
+    stand_in(monkeypatch, entry, of_signature(known))
+    assert entry.why_unusable() is None
+    for name in entry.parameters:
+        renamed = " ".join(f"{word}_" if word == name else word for word in known.split())
+        stand_in(monkeypatch, entry, of_signature(renamed))
+        assert f"has no {name}" in str(entry.why_unusable())
 
 
 def test_a_signature_that_differs_makes_the_kernel_unavailable_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +140,7 @@ def test_a_kernel_of_two_functions_needs_both(monkeypatch: pytest.MonkeyPatch) -
     def empty() -> None: ...
 
     stand_in(monkeypatch, WRITE, whole)
+    stand_in(monkeypatch, JIT_WRITE, whole)
     stand_in(monkeypatch, DECODE, empty)
     assert SGLangSetMLAKVBuffer().why_unavailable("cuda") is None
     assert "decode_attention_fwd" in str(SGLangWriteDecode().why_unavailable("cuda"))
@@ -216,7 +263,7 @@ def judged(kernel: Any, case: str, **facts_changed: Any) -> dict[str, Any]:
     from mla_verify.execute import execute
     from mla_verify.expected import expect
     from mla_verify.inputs import make_inputs
-    from mla_verify.tensors import WriteInputs
+    from mla_verify.tensors import ConcatInputs, WriteInputs
 
     spec = CaseSpec.parse(case)
     why_not = (
@@ -235,6 +282,7 @@ def judged(kernel: Any, case: str, **facts_changed: Any) -> dict[str, Any]:
     if isinstance(inputs, WriteInputs):
         comparisons = [compare_cache(done.output.out, inputs)]
     else:
+        assert not isinstance(inputs, ConcatInputs)
         facts = replace(kernel.contract.facts(spec.dtype), **facts_changed)
         comparisons = [*compare_output(done.output, expect(inputs, [facts]), facts, inputs)]
     checks = [f"{c.tensor} {check}" for c in comparisons for check in c.checks if not check.passed]
@@ -261,7 +309,7 @@ def test_the_cache_write_is_bit_equal_and_is_tritons(case: str, seen: dict[str, 
     # On a CPU SGLang would take torch: its platform denies Triton.
     result = seen[f"{SGLangSetMLAKVBuffer.name} {case}"]
     assert not result["wrong"]
-    assert result["ran"] == "set_mla_kv_buffer_triton, Triton, interpreted"
+    assert result["ran"] == "Triton, interpreted; set_mla_kv_buffer_triton"
 
 
 @needs_sglang

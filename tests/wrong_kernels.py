@@ -104,7 +104,7 @@ class OneElement(Honest):
     name = "one-element"
 
     def wrong_out(self, out: Tensor) -> Tensor:
-        out[3, 5, 77] = 3.5
+        out[3:4, 5, 77] = 3.5  # a request alone is shorter
         return out
 
 

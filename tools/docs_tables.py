@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))  # the checkout's mla_verify, not an installed one
 from mla_verify.dims import ODD_HEADS, PRESETS  # noqa: E402
 from mla_verify.kernels import KERNELS, load_kernel  # noqa: E402
 from mla_verify.kernels.contract import RoundingFacts  # noqa: E402
+from mla_verify.kernels.other_gpus import NeedsOtherGPU  # noqa: E402
 from mla_verify.report.contracts import HEADINGS, describe_contract  # noqa: E402
 from mla_verify.suites import SUITES, suite_cases  # noqa: E402
 from tools import evidence_tables  # noqa: E402
@@ -46,17 +47,29 @@ def dims() -> str:
 
 
 def kernels() -> str:
-    words = {name: describe_contract(load_kernel(name).contract) for name in KERNELS}
+    words = {name: describe_contract(load_kernel(name).contract) for name in KERNELS if not for_other_gpus(name)}
     rows = [[f"`{name}`", *(found.get(heading, "") for heading in HEADINGS)] for name, found in words.items()]
     return markdown(["kernel", *HEADINGS], rows)
+
+
+def for_other_gpus(name: str) -> NeedsOtherGPU | None:
+    kernel = load_kernel(name)
+    return kernel if isinstance(kernel, NeedsOtherGPU) else None
+
+
+def other_gpus() -> str:
+    found = [kernel for name in KERNELS if (kernel := for_other_gpus(name))]
+    return markdown(["name", *found[0].words()], [[f"`{kernel.name}`", *kernel.words().values()] for kernel in found])
 
 
 def rounding() -> str:
     """Each kernel's facts by dtype, and below them the sources, numbered."""
     rows, sources = [], list[str]()
     for name in KERNELS:
+        if for_other_gpus(name):
+            continue
         contract = load_kernel(name).contract
-        for dtype in contract.dtypes if contract.form != "write" else ():  # a copy rounds nothing
+        for dtype in contract.dtypes if contract.form not in ("write", "concat") else ():  # a copy rounds nothing
             facts = contract.facts(dtype)
             sources += [source for source in facts.sources if source not in sources]
             numbers = " ".join(f"[{sources.index(source) + 1}]" for source in facts.sources)
@@ -69,6 +82,8 @@ def rounding() -> str:
 def cells(facts: RoundingFacts) -> list[str]:
     """One row of `rounding`."""
     partial = "not split" if facts.max_splits == 1 else f"{facts.partial_dtype}, up to {facts.max_splits} splits"
+    if facts.chunk:
+        partial += f"; chunks of {facts.chunk} keys, merged in turn"
     scale = "one factor" if facts.scale == "product" else "its root on q and k"
     tile = "one chain" if facts.tile is None else f"{facts.tile} keys"
     cores = f"k {facts.tensor_core_k}" if facts.tensor_core_k else "no"
@@ -89,6 +104,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "suites": suites,
     "dims": dims,
     "kernels": kernels,
+    "other_gpus": other_gpus,
     "rounding": rounding,
     "error_regimes": evidence(evidence_tables.error_regimes),
     "error_rules": evidence(evidence_tables.error_rules),

@@ -15,19 +15,47 @@ if TYPE_CHECKING:
 
 __all__ = ["Contract", "Kernel", "KernelBase", "RoundingFacts", "kernel_names", "load_kernel", "mla_kernel"]
 
-# name -> "module:class". A class takes no arguments.
+# name -> "module:class", or a function that makes one. Neither takes arguments.
 KERNELS: dict[str, str] = {
     "torch-absorbed": "mla_verify.kernels.torch_sdpa:TorchAbsorbed",
     "torch-mha": "mla_verify.kernels.torch_sdpa:TorchMHA",
+    "torch-concat": "mla_verify.kernels.torch_concat:TorchConcat",
+    "torch-layer-absorbed": "mla_verify.kernels.layers:torch_layer_absorbed",
+    "torch-layer-expanded": "mla_verify.kernels.layers:torch_layer_expanded",
     "triton-decode": "mla_verify.kernels.triton_mla:TritonDecode",
     "triton-prefill": "mla_verify.kernels.triton_mla:TritonPrefill",
     "triton-cache-write": "mla_verify.kernels.triton_mla:TritonCacheWrite",
     "triton-write-decode": "mla_verify.kernels.triton_mla:TritonWriteDecode",
+    "flashinfer-mla-fa2": "mla_verify.kernels.flashinfer:FlashInferMLAFA2",
+    "flashinfer-mla-fa3": "mla_verify.kernels.flashinfer:FlashInferMLAFA3",
+    "flashinfer-mla-fa2-tokens": "mla_verify.kernels.flashinfer:FlashInferMLATokensFA2",
+    "flashinfer-mla-fa3-tokens": "mla_verify.kernels.flashinfer:FlashInferMLATokensFA3",
+    "flashinfer-ragged-fa2": "mla_verify.kernels.flashinfer:FlashInferRaggedFA2",
+    "flashinfer-ragged-fa3": "mla_verify.kernels.flashinfer:FlashInferRaggedFA3",
+    "flashinfer-append": "mla_verify.kernels.flashinfer:FlashInferAppend",
+    "flashinfer-concat": "mla_verify.kernels.flashinfer:FlashInferConcat",
     "sglang-decode": "mla_verify.kernels.sglang:SGLangDecode",
     "sglang-extend": "mla_verify.kernels.sglang:SGLangExtend",
     "sglang-extend-mha": "mla_verify.kernels.sglang:SGLangExtendMHA",
     "sglang-set-mla-kv-buffer": "mla_verify.kernels.sglang:SGLangSetMLAKVBuffer",
     "sglang-write-decode": "mla_verify.kernels.sglang:SGLangWriteDecode",
+    "sglang-set-mla-kv-buffer-tma": "mla_verify.kernels.sglang_jit:SGLangSetMLAKVBufferTMA",
+    "sglang-concat-k": "mla_verify.kernels.sglang_jit:SGLangConcatK",
+    "sglang-concat-absorb-q": "mla_verify.kernels.sglang_jit:SGLangConcatAbsorbQ",
+    "flashinfer-layer-absorbed": "mla_verify.kernels.layers:flashinfer_layer_absorbed",
+    "flashinfer-layer-expanded": "mla_verify.kernels.layers:flashinfer_layer_expanded",
+    "sglang-layer-decode": "mla_verify.kernels.layers:sglang_layer_decode",
+    "sglang-layer-absorbed": "mla_verify.kernels.layers:sglang_layer_absorbed",
+    "sglang-layer-expanded": "mla_verify.kernels.layers:sglang_layer_expanded",
+    "sgl-merge": "mla_verify.kernels.merges:SglMerge",
+    "sglang-merge": "mla_verify.kernels.merges:SGLangMerge",
+    "flashinfer-merge": "mla_verify.kernels.merges:FlashInferMerge",
+    "sglang-flashinfer-merge": "mla_verify.kernels.sglang_chunked:SGLangFlashInferMerge",
+    "sglang-cutlass-mla": "mla_verify.kernels.other_gpus:SGLangCutlassMLA",
+    "flashinfer-mla-cutlass": "mla_verify.kernels.other_gpus:FlashInferMLACutlass",
+    "flashinfer-mla-trtllm-gen": "mla_verify.kernels.other_gpus:FlashInferMLATrtllmGen",
+    "flashinfer-mla-cute-dsl": "mla_verify.kernels.other_gpus:FlashInferMLACuteDSL",
+    "flashinfer-mla-xqa": "mla_verify.kernels.other_gpus:FlashInferMLAXQA",
 }
 # Where other packages register theirs: in their pyproject.toml, [project.entry-points."mla_verify.kernels"].
 ENTRY_POINTS = "mla_verify.kernels"

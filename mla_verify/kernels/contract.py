@@ -33,6 +33,10 @@ class RoundingFacts:
     # Split-KV partial outputs as they are stored. "fp32", or the kernel never splits.
     partial_dtype: str = "fp32"
     max_splits: int = 1
+    # Cached keys of a request (all but its last q_len) that are attended over at once, as engines do it. The new keys
+    # come first and the chunks in order; each part's output, and the running one after each merge, are rounded to
+    # out_dtype. None: all keys at once.
+    chunk: int | None = None
     # How sm_scale enters: one fp32 factor of the scores, or its square root as a factor of q and of k.
     scale: Literal["product", "root"] = "product"
     # Keys that are summed before the running accumulator takes them; None: one chain over all keys.
@@ -40,6 +44,10 @@ class RoundingFacts:
     # On a GPU: products that one tensor-core instruction sums (16 of 16-bit numbers), which cuts sums off instead of
     # rounding them. None: q.k and P.V are fp32 sums, rounded to nearest. On a CPU it counts for nothing.
     tensor_core_k: int | None = None
+    # Form layer: how the kernel takes the weights. "absorbed": q_nope.w_kc and the latent output are stored in
+    # out_dtype on the way; "expanded": keys and values of every head are. None: nothing is stored on the way.
+    layer: Literal["absorbed", "expanded"] | None = None
+    layer_tensor_core_k: int | None = None  # as tensor_core_k, of the products with the weights
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -47,7 +55,8 @@ class RoundingFacts:
             _check("RoundingFacts", field, getattr(self, field), DTYPES)
         _check("RoundingFacts", "rowsum", self.rowsum, ("rounded", "unrounded"))
         _check("RoundingFacts", "scale", self.scale, ("product", "root"))
-        for field in ("max_splits", "tile", "tensor_core_k"):
+        _check("RoundingFacts", "layer", self.layer, (None, "absorbed", "expanded"))
+        for field in ("max_splits", "chunk", "tile", "tensor_core_k", "layer_tensor_core_k"):
             value = getattr(self, field)
             optional = value is None and field != "max_splits"
             if not optional and (not isinstance(value, int) or value < 1):
@@ -56,11 +65,11 @@ class RoundingFacts:
             raise UsageError(f"RoundingFacts: sources is {self.sources!r}", 'a tuple of strings: ("file.cu, line 12",)')
 
 
-def _check(what: str, field: str, value: object, known: Sequence[str]) -> None:
+def _check(what: str, field: str, value: object, known: Sequence[object]) -> None:
     if value not in known:
         is_text = isinstance(value, str)
-        listed = f"known: {', '.join(known if is_text else map(repr, known))}"
-        hint = did_you_mean(str(value), known, listed) if is_text else listed
+        listed = f"known: {', '.join(map(str if is_text else repr, known))}"
+        hint = did_you_mean(str(value), map(str, known), listed) if is_text else listed
         raise UsageError(f"{what}: {field} has {value!r}", hint)
 
 
@@ -79,6 +88,7 @@ def exact_facts(dtype: str) -> RoundingFacts:
     return RoundingFacts(out_dtype=dtype)
 
 
+Form = Literal["absorbed", "mha", "write", "concat", "layer"]
 LSEBase = Literal["e", "2"]
 LSELayout = Literal["TH", "HT"]
 EmptyOut = Literal["zero", "any"]
@@ -93,7 +103,7 @@ class Contract:
     Raises UsageError for a value that no case or check knows.
     """
 
-    form: Literal["absorbed", "mha", "write"] = "absorbed"
+    form: Form = "absorbed"
     dtypes: tuple[str, ...] = DTYPES
     phases: tuple[str, ...] = ()  # empty: all phases of the form
     facts: Callable[[str], RoundingFacts] = exact_facts  # by case dtype
@@ -110,6 +120,10 @@ class Contract:
     finite_tail: bool = False
     # Cache writes: whether a token whose slot is negative or past the end is left out.
     skips_out_of_range: bool = False
+    # Whether the same call gives the same bits again, and a request the same bits alone as among others. Both are
+    # measured and reported for every kernel, and fail a case only where they are claimed.
+    repeats: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if not self.phases and self.form in FORM_PHASES:
@@ -146,8 +160,8 @@ class Contract:
             return f"page size {spec.page_size} is not among {', '.join(map(str, self.page_sizes))}"
         if self.num_heads is not None and spec.num_heads not in self.num_heads:
             return f"{spec.num_heads} heads: not among {', '.join(map(str, self.num_heads))}"
-        if spec.layout == "fused" and self.strides == "contiguous":
-            return "the tensors are views of fused ones, and the contract asks for contiguous ones"
+        if spec.layout in ("fused", "transposed") and self.strides == "contiguous":
+            return "the tensors are views of others, and the contract asks for contiguous ones"
         if spec.regime == "outside" and not self.skips_out_of_range:
             return "slots outside the cache: the contract does not claim that their tokens are left out"
         return None
@@ -156,8 +170,8 @@ class Contract:
 def mla_kernel(contract: Contract) -> Callable[[_F], _F]:
     """Declare a function's contract, for `--kernel file.py:function`.
 
-    The function takes (inputs, out): AbsorbedInputs, MHAInputs or WriteInputs by the contract's form, and MLAOutput
-    buffers to write into; it returns an MLAOutput, which may hold those buffers.
+    The function takes (inputs, out): AbsorbedInputs, MHAInputs, WriteInputs or ConcatInputs by the contract's form, and
+    MLAOutput buffers to write into; it returns an MLAOutput, which may hold those buffers.
     """
 
     def declare(function: _F) -> _F:
@@ -170,7 +184,7 @@ def mla_kernel(contract: Contract) -> Callable[[_F], _F]:
 def facts_on(contract: Contract, dtype: str, device: str) -> RoundingFacts:
     """The roundings of a dtype on "cpu" or "cuda": what only tensor cores do is not excused where there are none."""
     facts = contract.facts(dtype)
-    return replace(facts, tensor_core_k=None) if device == "cpu" else facts
+    return replace(facts, tensor_core_k=None, layer_tensor_core_k=None) if device == "cpu" else facts
 
 
 class Kernel(Protocol):
@@ -203,7 +217,7 @@ class Kernel(Protocol):
     def run(self, inputs: MLAInputs, out: MLAOutput) -> MLAOutput:
         """Run on `inputs`. Write into `out` (NaN before the call) and return it, or return tensors of its own.
 
-        A cache write has the cache in `out.out`, and writes there.
+        A cache write has the cache in `out.out`, and writes there. A concatenation has [T, H, D + P] there.
         """
 
     def ran(self) -> str:
@@ -217,7 +231,8 @@ class KernelBase:
         return None
 
     def own_process(self, device: str) -> Mapping[str, str] | None:
-        return None
+        # An illegal access, a trap or a hang leaves no use of a GPU to the process that it happened in.
+        return {} if device == "cuda" else None
 
     def why_unavailable(self, device: str) -> str | None:
         return None

@@ -25,7 +25,7 @@ class TritonKernel(KernelBase):
         return None if find_spec("triton") else "triton is not installed: pip install triton"
 
     def own_process(self, device: str) -> Mapping[str, str] | None:
-        return ENVIRONMENT if device == "cpu" else None
+        return ENVIRONMENT if device == "cpu" else super().own_process(device)
 
     def why_not_dtype(self, dtype: str, device: str) -> str | None:
         return wrong_dtype(dtype) if device == "cpu" else None

@@ -9,18 +9,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from mla_verify.cases import ATTENTION_PHASES
+from mla_verify.errors import FallbackError
+from mla_verify.formats import FORMATS
 from mla_verify.kernels.contract import Contract
+from mla_verify.kernels.entry import Entry, version
 from mla_verify.kernels.interpreter import TritonKernel, no_scalar_mask
-from mla_verify.kernels.sglang_api import (
-    DECODE,
-    EXTEND,
-    NUM_KV_SPLITS,
-    WRITE,
-    Entry,
-    decode_facts,
-    extend_facts,
-    version,
-)
+from mla_verify.kernels.sglang_api import DECODE, EXTEND, JIT_WRITE, WRITE, decode_facts, extend_facts
 from mla_verify.kernels.sglang_calls import (
     MORE_QUERIES,
     as_pool,
@@ -29,8 +23,8 @@ from mla_verify.kernels.sglang_calls import (
     live_requests,
     side_by_side,
     slots_by_request,
-    write,
 )
+from mla_verify.kernels.sglang_writes import JIT, TRITON, takes_jit, write
 
 # Keys of each request that sglang-write-decode writes itself, as an engine writes the newest; the rest are there.
 NEWEST = 16
@@ -59,7 +53,7 @@ class _SGLang(TritonKernel):
         return why or (no_scalar_mask() if device == "cpu" and WRITE in self.entries else None)
 
     def version(self) -> str:
-        return version()
+        return version("sglang")
 
     def ran(self) -> str:
         return self._what
@@ -100,8 +94,8 @@ class SGLangDecode(_SGLangAttention):
             slots = slots_by_request(inputs, live)
             q, how = side_by_side(inputs.q_nope, inputs.q_pe)
             pool, pool_how = self._pool(inputs, slots)
-            decode(q, pool, slots, out.out, inputs.sm_scale)
-            self._note(q.device.type, f"{DECODE.name}, {NUM_KV_SPLITS} splits", f"q {how}", f"cache {pool_how}")
+            called = decode(q, pool, slots, out.out, inputs.sm_scale)
+            self._note(q.device.type, f"{DECODE.name}, {called}", f"q {how}", f"cache {pool_how}")
         return MLAOutput(out.out, None)
 
     def _pool(self, inputs: AbsorbedInputs, slots: list[Tensor]) -> tuple[Tensor, str]:
@@ -113,7 +107,7 @@ class SGLangWriteDecode(SGLangDecode):
     """Decode over a cache into which SGLang's own write has put the newest keys."""
 
     name = "sglang-write-decode"
-    entries = (DECODE, WRITE)
+    entries = (DECODE, WRITE, JIT_WRITE)
 
     def _pool(self, inputs: AbsorbedInputs, slots: list[Tensor]) -> tuple[Tensor, str]:
         import torch
@@ -124,11 +118,11 @@ class SGLangWriteDecode(SGLangDecode):
             return pool, "empty"
         ckv, kpe = (part.contiguous() for part in pool[newest, 0].split([inputs.v_dim, inputs.qk_dims[1]], dim=-1))
         pool[newest] = float("nan")
-        return pool, f"with the newest keys written by {write(pool, newest, ckv, kpe)}"
+        return pool, f"with the newest keys written by {WRITE.name}, {write(pool, newest, ckv, kpe)}"
 
 
 class _SGLangExtend(_SGLangAttention):
-    entries = (EXTEND,)
+    entries: tuple[Entry, ...] = (EXTEND,)
 
     def why_not(self, spec: CaseSpec, device: str) -> str | None:
         if any(request.q_len > request.kv_len for request in spec.requests):
@@ -181,19 +175,46 @@ class SGLangExtendMHA(_SGLangExtend):
 
 
 class SGLangSetMLAKVBuffer(_SGLang):
-    """Writes whatever slot it is given, if need be outside the cache."""
+    """The Triton kernel, through the function that chooses between it and a JIT kernel.
+
+    Writes whatever slot it is given, if need be outside the cache.
+    """
 
     name = "sglang-set-mla-kv-buffer"
-    entries = (WRITE,)
+    entries = (WRITE, JIT_WRITE)
     contract = Contract(form="write", skips_out_of_range=False)
+
+    def why_unavailable(self, device: str) -> str | None:
+        why = super().why_unavailable(device)
+        # Rows of all dims and dtypes that engines have; 576 of 16 bits.
+        if why is None and device == "cuda" and takes_jit(1, (1024, 128)):
+            why = f"{WRITE.name} of {self.version()} takes {JIT} for every size on this GPU: {_THE_OTHER}"
+        return why
 
     def why_not_dtype(self, dtype: str, device: str) -> str | None:
         return None  # bits are copied, which the interpreter does right in any dtype
+
+    def why_not(self, spec: CaseSpec, device: str) -> str | None:
+        if device == "cuda" and takes_jit(spec.num_q_tokens, part_bytes(spec)):
+            return f"{WRITE.name} takes {JIT} for {spec.num_q_tokens} slots: {_THE_OTHER}"
+        return super().why_not(spec, device)
 
     def run(self, inputs: WriteInputs, out: MLAOutput) -> MLAOutput:
         from mla_verify.tensors import MLAOutput
 
         if len(inputs.slots):
             pool = out.out.view(-1, 1, out.out.shape[-1])
-            self._what = write(pool, inputs.slots, inputs.ckv, inputs.kpe)
+            what = write(pool, inputs.slots, inputs.ckv, inputs.kpe)
+            if what != TRITON:
+                raise FallbackError(f"asked for {TRITON}, {WRITE.name} ran {what}")
+            self._note(inputs.device.type, WRITE.name)
         return MLAOutput(out.out, None)
+
+
+_THE_OTHER = "that one is sglang-set-mla-kv-buffer-tma"
+
+
+def part_bytes(spec: CaseSpec) -> tuple[int, int]:
+    """Bytes of the latent and of the rope part of a cache row."""
+    size = FORMATS[spec.dtype].torch_dtype.itemsize
+    return spec.dims.kv_lora_rank * size, spec.dims.qk_rope_head_dim * size

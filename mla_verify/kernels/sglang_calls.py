@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from mla_verify.kernels.sglang_api import DECODE, EXTEND, NUM_KV_SPLITS, WRITE
+from mla_verify.kernels.gpu import capability
+from mla_verify.kernels.sglang_api import DECODE, EXTEND, NUM_KV_SPLITS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,13 +56,18 @@ def _starts(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     return indptr([len(part) for part in parts]).to(like.device)
 
 
-def decode(q: Tensor, pool: Tensor, slots: Sequence[Tensor], out: Tensor, sm_scale: float) -> None:
-    """One query a request: q [B, H, R + P], pool [S, 1, R + P], out [B, H, R], and each request's slots in order."""
+def decode(q: Tensor, pool: Tensor, slots: Sequence[Tensor], out: Tensor, sm_scale: float) -> str:
+    """One query a request: q [B, H, R + P], pool [S, 1, R + P], out [B, H, R], and each request's slots in order.
+
+    Returns how it was called.
+    """
     import torch
 
     batch, num_heads, rank = out.shape
     parts = (batch, num_heads, NUM_KV_SPLITS)
     nan = float("nan")  # a part that is merged without having been written must show
+    # As SGLang's backend has it (triton_backend.py:221, 1805 of 0.5.16): from SM 9.0 on, the merge starts early.
+    use_pdl = q.device.type == "cuda" and capability()[0] >= 9
     DECODE.load()(
         q=q,
         k_buffer=pool,
@@ -80,7 +83,9 @@ def decode(q: Tensor, pool: Tensor, slots: Sequence[Tensor], out: Tensor, sm_sca
         k_scale=1.0,
         v_scale=1.0,
         has_mla=True,
+        use_pdl=use_pdl,
     )
+    return f"{NUM_KV_SPLITS} splits{', merged by dependent launch' if use_pdl else ''}"
 
 
 def extend(
@@ -119,52 +124,3 @@ def extend(
         sm_scale=inputs.sm_scale,
         lse_extend=out.lse,
     )
-
-
-def write(kv_buffer: Tensor, slots: Tensor, ckv: Tensor, kpe: Tensor) -> str:
-    """Row t of ckv [T, R] and kpe [T, P] into row slots[t] of kv_buffer [S, 1, R + P]. Returns what did it."""
-    module, function = importlib.import_module(WRITE.module), WRITE.load()
-    options = {}
-    if "reserved_skip_index" in inspect.signature(function).parameters:
-        options["reserved_skip_index"] = -1  # 0.5.23 leaves slot 0 out unless told not to; our slots start at 0
-    with _platform_with_triton(kv_buffer.device.type), _launches(module, "set_mla_kv_buffer_kernel") as launched:
-        function(kv_buffer=kv_buffer, loc=slots, cache_k_nope=ckv, cache_k_rope=kpe, **options)
-    if not launched:
-        return f"{WRITE.name}, which chose another kernel than Triton's"
-    return f"{WRITE.name}, Triton{', interpreted' if kv_buffer.device.type == 'cpu' else ''}"
-
-
-@contextmanager
-def _platform_with_triton(device: str) -> Iterator[None]:
-    """On a CPU 0.5.23 writes with torch, since its platform denies Triton; the interpreter can run the kernel."""
-    platforms = importlib.import_module("sglang.srt.platforms")
-    platform: Any = getattr(platforms, "current_platform", None)
-    capabilities: Any = getattr(platform, "capabilities", None)
-    if device != "cpu" or platform is None or not hasattr(capabilities, "supports_triton"):
-        yield
-        return
-    platform.capabilities = type(capabilities)(supports_triton=True)
-    try:
-        yield
-    finally:
-        platform.capabilities = capabilities
-
-
-@contextmanager
-def _launches(module: Any, name: str) -> Iterator[list[Any]]:
-    """The grids with which a module launches one of its Triton kernels: a function may choose another way."""
-    kernel = getattr(module, name, None)
-    grids: list[Any] = []
-
-    class Recorded:
-        def __getitem__(self, grid: Any) -> Any:
-            grids.append(grid)
-            return kernel[grid]  # type: ignore[index]
-
-    if kernel is not None:
-        setattr(module, name, Recorded())
-    try:
-        yield grids
-    finally:
-        if kernel is not None:
-            setattr(module, name, kernel)

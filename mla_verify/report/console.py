@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mla_verify.report.text import failed_checks, failure_lines, worst_of
+from mla_verify.report.against_text import against_lines
+from mla_verify.report.text import bits_lines, failed_checks, failure_lines, worst_of
 from mla_verify.results import CaseResult, RunReport, Verdict
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ def print_report(report: RunReport, console: Console) -> None:
     """Print the whole report. Ids and commands are never wrapped, so that they can be copied and searched for."""
     wrong = [result for result in report.results if result.verdict.wrong]
     by_kernel: dict[str, list[CaseResult]] = {}
-    for result in wrong:
+    # No verdict on its numbers, but somebody has to see where it hangs.
+    for result in (*wrong, *(result for result in report.results if result.verdict is Verdict.TIMEOUT)):
         by_kernel.setdefault(result.kernel, []).append(result)
     for mine in by_kernel.values():
         for result in mine[:MAX_BLOCKS]:
@@ -33,11 +35,13 @@ def print_report(report: RunReport, console: Console) -> None:
         for result in more[:MAX_LINES]:
             _line(console, f"{result.verdict.value}  {result.kernel}  {result.case}  {_first_check(result)}")
         if len(more) > MAX_LINES:
-            _line(console, f"... and {len(more) - MAX_LINES} more of {result.kernel} that are wrong: --json has all")
+            _line(console, f"... and {len(more) - MAX_LINES} more of {result.kernel}: --json has all")
         _lines(console, [""] if more else [])
     _lines(console, _not_decided(report.results))
     _print_table(console, _table(report))
     _lines(console, _worst_lines(report))
+    _lines(console, bits_lines(report))
+    _lines(console, against_lines(report))
     decided = sum(result.verdict.decided for result in report.results)
     headline = f"{report.decision.upper()}: {decided} of {len(report.plan)} planned cases decided, {len(wrong)} wrong"
     _line(console, f"{headline} (exit {report.exit_code})", style=_STYLES.get(report.decision, ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mla_verify.cases import RAGGED_FORMS
 from mla_verify.kernels.contract import Contract
 
 HEADINGS = ("form", "dtypes", "phases", "pages", "heads", "strides", "LSE", "row without keys", "tail", "slots outside")
@@ -12,12 +13,15 @@ HEADINGS = ("form", "dtypes", "phases", "pages", "heads", "strides", "LSE", "row
 def describe_contract(contract: Contract) -> dict[str, str]:
     """Every field but the rounding facts, by HEADINGS; those that mean nothing for its form are left out."""
     words = {"form": contract.form, "dtypes": ", ".join(contract.dtypes), "phases": ", ".join(contract.phases)}
-    if contract.form != "mha":
+    if contract.form not in RAGGED_FORMS:
         words["pages"] = _numbers(contract.page_sizes)
     if contract.form == "write":
         outside = "left out" if contract.skips_out_of_range else "not taken"
         return {**words, "strides": contract.strides, "slots outside": outside}
-    words |= {"heads": _numbers(contract.num_heads), "strides": contract.strides, "LSE": "not returned"}
+    words |= {"heads": _numbers(contract.num_heads), "strides": contract.strides}
+    if contract.form == "concat":
+        return words
+    words["LSE"] = "not returned"
     words["row without keys"] = {"zero": "out 0", "any": "out unread"}[contract.empty_out]
     if contract.returns_lse:
         words["LSE"] = f"base {contract.lse_base}, [{', '.join(contract.lse_layout)}]"

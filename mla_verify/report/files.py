@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` as UTF-8 so that a reader finds the old file or the new one, and never half of one.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write `content`, text as UTF-8, so that a reader finds the old file or the new one, and never half of one.
 
     Raises OSError; then the old file is as it was and nothing new lies beside it.
     """
     target = path.resolve()  # os.replace would put a file in the place of a symbolic link
     temporary = _temporary(target)
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)

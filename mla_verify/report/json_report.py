@@ -34,7 +34,7 @@ def to_json(report: RunReport) -> str:
         "plan": [asdict(planned) for planned in report.plan],
         "results": [_result(result) for result in report.results],
     }
-    return json.dumps(_plain(document), indent=1, allow_nan=False) + "\n"
+    return json.dumps(plain(document), indent=1, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> RunReport:
@@ -63,7 +63,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
     return asdict(comparison) | {"passed": comparison.passed, "checks": checks}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Only what JSON has. An unforeseen type becomes its text: a report must not be lost over one."""
     if isinstance(value, Enum):
         return value.value
@@ -72,9 +72,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value)
 
 

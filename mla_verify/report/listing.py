@@ -8,6 +8,7 @@ from mla_verify.calls import availability
 from mla_verify.dims import ODD_HEADS, PRESETS
 from mla_verify.errors import UsageError
 from mla_verify.kernels import kernel_names, load_kernel
+from mla_verify.kernels.other_gpus import NeedsOtherGPU
 from mla_verify.plan import Plan, why_outside
 from mla_verify.report.contracts import describe_contract
 from mla_verify.report.text import columns
@@ -49,8 +50,9 @@ def list_kernels(device: str) -> str:
         found = availability(kernel, device)
         why = found.why_not
         state = f"available on {device}, {kernel.version()}" if why is None else f"unavailable on {device}: {why}"
+        words = kernel.words() if isinstance(kernel, NeedsOtherGPU) else describe_contract(kernel.contract)
         facts = [
-            *describe_contract(kernel.contract).items(),
+            *words.items(),
             *((f"not {dtype}", why) for dtype, why in found.dtypes.items()),
         ]
         blocks.append("\n".join([f"{name}  {state}", *(f"  {line}" for line in columns(facts).splitlines())]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mla_verify.results import CaseResult, Location
+from mla_verify.against import is_against
+from mla_verify.results import CaseResult, Location, RunReport
 
 _TRACEBACK_LINES = 6  # of a failure's traceback; the JSON report has all of it
 
@@ -37,7 +38,8 @@ def _short(trace: list[str]) -> list[str]:
     """The innermost calls of a traceback; they stand first in what a fault handler writes."""
     if len(trace) <= _TRACEBACK_LINES:
         return trace
-    fatal = [i for i, line in enumerate(trace) if line.startswith("Fatal Python error")]
+    starts = ("Fatal Python error", "Stack (most recent call first)")
+    fatal = [i for i, line in enumerate(trace) if line.startswith(starts)]
     if fatal:
         return [*trace[fatal[0] : fatal[0] + _TRACEBACK_LINES], "..."]
     return ["...", *trace[-_TRACEBACK_LINES:]]
@@ -61,11 +63,23 @@ def failed_checks(result: CaseResult) -> list[str]:
 
 
 def worst_of(results: Sequence[CaseResult]) -> tuple[CaseResult, str, Location] | None:
-    """The result, tensor and element with the largest |z|; a NaN is worse than any number."""
+    """The result, tensor and element with the largest |z| against the reference; a NaN is worse than any number."""
     found = [
         (result, comparison.tensor, comparison.worst)
         for result in results
         for comparison in result.comparisons
-        if comparison.worst
+        if comparison.worst and not is_against(comparison)
     ]
     return max(found, key=lambda item: math.inf if math.isnan(item[2].z) else abs(item[2].z), default=None)
+
+
+def bits_lines(report: RunReport) -> list[str]:
+    """By kernel, in how many of the cases that were called again the bits were the same."""
+    lines = []
+    for kernel in dict.fromkeys(planned.kernel for planned in report.plan):
+        parts = []
+        for name, words in (("repeats", "repeat"), ("batch_invariant", "alone as in a batch")):
+            seen = [r.observed[name] for r in report.results if r.kernel == kernel and name in r.observed]
+            parts += [f"{words} {sum(seen)} of {len(seen)}"] if seen else []
+        lines += [f"bits of {kernel}: {', '.join(parts)}"] if parts else []
+    return [*lines, ""] if lines else []
