@@ -205,7 +205,7 @@ def _score_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return _SCORE_BYTES
     # Each block costs a few hundred launches, and a GPU has memory to spare; others use it, too.
-    return max(_SCORE_BYTES, min(16 * _SCORE_BYTES, torch.cuda.mem_get_info(device)[0] // 32))
+    return max(_SCORE_BYTES, min(4 * _SCORE_BYTES, torch.cuda.mem_get_info(device)[0] // 32))
 
 
 def _attend_rows(
