@@ -59,7 +59,7 @@ def cli() -> None:
     "--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="auto: cuda if there is one."
 )
 @click.option("--seed", type=click.IntRange(0, 10**18 - 1), help="Replaces the seed of every case.")
-@click.option("--seeds", type=click.IntRange(1, 10**6), metavar="N", help="Every case with seeds 0 to N - 1.")
+@click.option("--seeds", metavar="N or A-B", help="Every case with each of the seeds 0 to N - 1, or A to B.")
 @click.option("--json", type=_FILE, metavar="PATH", help="Write the report as JSON.")
 @click.option("--junit", type=_FILE, metavar="PATH", help="Write the report as JUnit XML.")
 @click.option("--summary", type=_FILE, metavar="PATH", help="Write a small JSON: counts, one letter a verdict.")
@@ -85,7 +85,7 @@ def kernels(
     dtypes: Sequence[str],
     device: str,
     seed: int | None,
-    seeds: int | None,
+    seeds: str | None,
     json: Path | None,
     junit: Path | None,
     summary: Path | None,

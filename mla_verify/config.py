@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from mla_verify.suites import SUITES, suite_cases
 from mla_verify.watch import DEFAULT_TIMEOUT
 
 DEFAULT_SUITE = "smoke"
+_MAX_SEEDS = 10**6
 DEVICES = ("auto", "cpu", "cuda")
 
 _T = TypeVar("_T")
@@ -38,7 +40,7 @@ class RunConfig:
     dtypes: tuple[str, ...] = ()  # empty: every one
     device: str = "cpu"  # "cpu" or "cuda"
     seed: int | None = None  # None: as the cases have it
-    seeds: int | None = None  # every case with seeds 0 .. seeds - 1
+    seeds: range | None = None  # every case with each of them
     json: Path | None = None
     junit: Path | None = None
     summary: Path | None = None
@@ -59,7 +61,7 @@ def make_config(
     dtypes: Sequence[str] = (),
     device: str = "auto",
     seed: int | None = None,
-    seeds: int | None = None,
+    seeds: str | None = None,
     json: Path | None = None,
     junit: Path | None = None,
     summary: Path | None = None,
@@ -76,7 +78,7 @@ def make_config(
     if suite is not None and cases:
         raise UsageError("--suite and --case exclude each other", "a case is named in full: leave out --suite")
     if seed is not None and seeds is not None:
-        raise UsageError("--seed and --seeds exclude each other", "--seeds N runs every case with seeds 0 to N - 1")
+        raise UsageError("--seed and --seeds exclude each other", "--seeds 10 runs every case with seeds 0 to 9")
     if inputs is not None and (suite is not None or cases or seed is not None or seeds is not None):
         other = "--suite" if suite is not None else "--case" if cases else "--seed" if seeds is None else "--seeds"
         raise UsageError(f"--inputs and {other} exclude each other", f"the file is the one case: leave out {other}")
@@ -106,7 +108,7 @@ def make_config(
         dtypes=_once(dtypes),
         device=resolve_device(device),  # last: it imports torch
         seed=seed,
-        seeds=seeds,
+        seeds=None if seeds is None else _parse_seeds(seeds),
         json=json,
         junit=junit,
         summary=summary,
@@ -116,6 +118,19 @@ def make_config(
         fail_fast=fail_fast,
         timeout=timeout,
     )
+
+
+def _parse_seeds(text: str) -> range:
+    """Of "10": 0 to 9; of "3-5": 3 to 5."""
+    hint = "give a number of seeds, --seeds 10 for 0 to 9, or the first and the last one, --seeds 10-19"
+    match = re.fullmatch(r"(?:(\d{1,18})-)?(\d{1,18})", text.strip())
+    if match is None:
+        raise UsageError(f"--seeds {text}: neither a number nor two", hint)
+    first, last = int(match[1] or 0), int(match[2])
+    seeds = range(last) if match[1] is None else range(first, last + 1)
+    if not 0 < len(seeds) <= _MAX_SEEDS:
+        raise UsageError(f"--seeds {text}: that is {len(seeds)} seeds; 1 to {_MAX_SEEDS} are allowed", hint)
+    return seeds
 
 
 def repeat_command(

@@ -26,6 +26,7 @@ class PlanEntry:
     dtype: str
     phase: str
     unavailable: str | None = None  # why the kernel can run no case of this dtype here
+    observed: bool = True  # whether the kernel is called again, to see whether its bits repeat
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Plan:
             if name not in self.named:
                 left_out.setdefault(why, []).append(name)
         for why, names in left_out.items():
-            notes.append(f"note: {', '.join(names)} left out, unavailable here: {why}")
+            notes.append(f"note: {_some(names)} left out, unavailable here: {why}")
         default = "form absorbed, every dtype and phase, no LSE, no rounding but that of the result"
         notes += [
             f"note: {kernel.name} declares no contract and is held to the default one ({default}): "
@@ -68,6 +69,11 @@ class Plan:
             kind = f"form {contract.form}, phase {' or '.join(contract.phases)}"
             notes.append(f"note: no selected case is of {name}'s kind: {kind}")
         return tuple(notes)
+
+
+def _some(names: Sequence[str]) -> str:
+    """A list that stays in one line; `mla-verify list kernels` has every one."""
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,8 @@ def build_plan(config: RunConfig) -> Plan:
             case.dtype,
             case.phase,
             found[kernel.name].why_not or found[kernel.name].dtypes.get(case.dtype),
+            # Whether bits repeat hangs on shapes: one seed shows it.
+            config.seeds is None or case.spec is None or case.spec.seed == config.seeds[0],
         )
         for case in cases
         for kernel in kernels
@@ -190,7 +198,7 @@ def _cases(config: RunConfig) -> list[_Case]:
     if config.seed is not None:
         named = [(spec.with_seed(config.seed), claim) for spec, claim in named]
     if config.seeds is not None:
-        named = [(spec.with_seed(seed), claim) for spec, claim in named for seed in range(config.seeds)]
+        named = [(spec.with_seed(seed), claim) for spec, claim in named for seed in config.seeds]
     # By spec, each once: with --seed or --seeds, cases that differed in their seed alone are one case.
     return [_Case.of(spec, claim) for spec, claim in dict(named).items()]
 

@@ -46,7 +46,8 @@ def main() -> None:
     """The worker: argv[1] is its end of the connection."""
     global _channel
     faulthandler.enable(all_threads=False)  # the one that crashed
-    faulthandler.register(STACK_SIGNAL, all_threads=False)
+    # The signal may reach a thread of a library's, which has no Python stack of its own.
+    faulthandler.register(STACK_SIGNAL, all_threads=True)
     # Should the system run out of memory, it is the kernel that goes, and neither the tool nor anybody else's process.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")

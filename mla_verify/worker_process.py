@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from mla_verify.wire import pair
 from mla_verify.worker_main import ANSWER, CALL_BEGINS, STACK_SIGNAL
 
 _LOG_TAIL = 4000  # characters of what a dead worker wrote last
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x\w+.*\(most recent call first\):")
 _STACK_SECONDS = 0.2  # in which a worker that hangs writes where
 # Of a process that was killed while the device works for it, the driver has to clear up first.
 _DEATH_SECONDS = 60
@@ -135,10 +137,12 @@ class WorkerProcess:
     def _last_words(self, start: int) -> str:
         """The end of what it wrote; of a fault handler's report the innermost calls, which come first."""
         text = self._written(start).partition("\nExtension modules:")[0]
-        for marker in ("Fatal Python error:", "Stack (most recent call first):"):
-            before, mark, report = text.rpartition(marker)
-            if mark:
-                return before[-_LOG_TAIL:] + mark + report[:_LOG_TAIL]
+        before, mark, report = text.rpartition("Fatal Python error:")
+        if mark:
+            return before[-_LOG_TAIL:] + mark + report[:_LOG_TAIL]
+        if len(stacks := _THREAD.split(text)) > 1:
+            # Of all threads, the one that calls the kernel, which is the first and is written last.
+            return stacks[0][-_LOG_TAIL:] + "Stack (most recent call first):" + stacks[-1][:_LOG_TAIL]
         return text[-_LOG_TAIL:]
 
     def _written(self, start: int) -> str:

@@ -421,10 +421,22 @@ def test_a_run_with_uncommitted_changes_names_no_commit() -> None:
 
 def test_seeds_gives_every_case_each_seed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch, Absorbed)
-    plan = build_plan(make_config(cases=[DECODE, PREFILL, seeded(DECODE, 3)], device="cpu", seeds=4))
+    plan = build_plan(make_config(cases=[DECODE, PREFILL, seeded(DECODE, 3)], device="cpu", seeds="4"))
     ids = [entry.case_id for entry in plan.entries]
     assert ids == [seeded(case, seed) for case in (DECODE, PREFILL) for seed in range(4)]
     assert plan.named_cases == tuple(ids)
+
+
+def test_seeds_from_one_to_another_are_those_and_the_first_alone_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, Absorbed)
+    plan = build_plan(make_config(cases=[DECODE], device="cpu", seeds="7-9"))
+    assert [entry.case_id for entry in plan.entries] == [seeded(DECODE, seed) for seed in (7, 8, 9)]
+    assert [entry.observed for entry in plan.entries] == [True, False, False]
+
+
+def test_a_kernel_is_called_again_on_the_first_of_several_seeds_alone(tmp_path: Path) -> None:
+    run = verify(tmp_path, "--kernel", "torch-absorbed", *cases(DECODE), "--seeds", "2")
+    assert [bool(result.observed) for result in run.report.results] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -432,7 +444,10 @@ def test_seeds_gives_every_case_each_seed_once(monkeypatch: pytest.MonkeyPatch) 
     [
         (["--seeds", "2", "--seed", "1"], "--seed and --seeds exclude each other"),
         (["--seeds", "2", "--inputs", "x"], "--inputs and --seeds exclude each other"),
-        (["--seeds", "0"], "--seeds"),
+        (["--seeds", "0"], "--seeds 0: that is 0 seeds; 1 to 1000000 are allowed"),
+        (["--seeds", "5-3"], "--seeds 5-3: that is 0 seeds"),
+        (["--seeds", "0-9999999"], "that is 10000000 seeds"),
+        (["--seeds", "ten"], "--seeds ten: neither a number nor two"),
         (["--list", "--summary", "x"], "--list runs nothing, so --summary has no effect"),
         (["--summary", "/proc/x"], "--summary /proc/x: no file can be made"),
         (["--summary", "x.json", "--json", "x.json"], "--json and --summary name the same file"),

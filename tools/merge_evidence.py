@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the checkout's mla_verify, not an installed one
@@ -46,10 +48,16 @@ def full_commit(root: Path, commit: str) -> str:
     return subprocess.run(command, capture_output=True, check=True, text=True, timeout=60).stdout.strip()
 
 
+def _without_folders(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Where on its machine a run wrote to tells nobody anything."""
+    return {**environment, "argv": [Path(a).name if a.startswith("/") else a for a in environment["argv"]]}
+
+
 def merge(files: Sequence[Path], out: Path, commit: str | None, root: Path = ROOT) -> str:
     """Write the merged summary to `out` and say in a line what it holds. Raises UsageError where files do not fit."""
     name = None if commit is None else full_commit(root, commit)
     summary = merge_summaries([read_summary(file) for file in files], name)
+    summary = replace(summary, environments=tuple(_without_folders(one) for one in summary.environments))
     if summary.commit is not None and (found := hash_of_commit(root, summary.commit)) != summary.package_hash:
         raise UsageError(
             f"commit {summary.commit[:12]} has package hash {found[:12]}, the runs {str(summary.package_hash)[:12]}",

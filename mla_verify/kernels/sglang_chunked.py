@@ -57,7 +57,7 @@ class SGLangFlashInferMerge(FlashInferRaggedFA3):
 
         absent = [name for name in ("sglang", "sgl_kernel") if find_spec(name) is None]
         if absent:
-            return f"{' and '.join(absent)} not installed: pip install 'mla-verify[gpu]'"
+            return f"{' and '.join(absent)} not installed: pip install --no-deps -r requirements/gpu.txt"
         return super().missing()
 
     def why_not(self, spec: CaseSpec, device: str) -> str | None:
