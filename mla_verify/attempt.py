@@ -27,6 +27,7 @@ class Attempt:
     output: MLAOutput | None = None
     facts: RoundingFacts | None = None
     checks: tuple[Check, ...] = ()  # of its output against others of the same kernel
+    open: str = ""  # why one of those could not be made
 
     @property
     def is_open(self) -> bool:
@@ -59,11 +60,12 @@ def run_kernel(attempt: Attempt, job: Job, inputs: MLAInputs | None = None) -> N
         return
     attempt.output, attempt.facts = _kept(done.output, job.judged_on), facts
     if job.layout != "split":
-        attempt.checks = compare_layouts(kernel, job, inputs, attempt.output)
+        layouts = compare_layouts(kernel, job, inputs, attempt.output)
+        attempt.checks, attempt.open = layouts.checks, layouts.open
     elif done.verdict is None and attempt.entry.observed:
         started = time.perf_counter()
         found = observe(kernel, job, inputs, attempt.output)
-        attempt.checks = found.checks
+        attempt.checks, attempt.open = found.checks, found.open
         if found.observed:
             seconds["again"] = time.perf_counter() - started
             attempt.result = replace(attempt.result, observed=found.observed, seconds=seconds)
@@ -77,6 +79,7 @@ def _kept(output: MLAOutput, device: str) -> MLAOutput:
 
 def judge(attempt: Attempt, judgement: Judgement) -> None:
     """Its verdict, unless it broke a rule: then its numbers do not matter."""
-    if attempt.result.verdict is Verdict.NOT_RUN:
+    if attempt.is_open:  # an error after the call has left it a reason, and no verdict
         attempt.result = replace(attempt.result, comparisons=judgement.comparisons)
-        settle(attempt, judgement.verdict, judgement.reason)
+        undecided = judgement.verdict is Verdict.PASS and attempt.open
+        settle(attempt, *((Verdict.NOT_RUN, attempt.open) if undecided else (judgement.verdict, judgement.reason)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from mla_verify.cases import CaseSpec
 from mla_verify.kernels import load_kernel_here
 from mla_verify.kernels.contract import Kernel
-from mla_verify.watch import DEFAULT_TIMEOUT, Watch
+from mla_verify.watch import DEFAULT_TIMEOUT, Watch, says_when_slow
 from mla_verify.worker_main import kernel_call
 from mla_verify.workers import WorkerDiedError, WorkerMemoryError, WorkerTimeoutError, ask, retire
 
@@ -72,6 +72,11 @@ def availability(kernel: Kernel, device: str) -> Availability:
     missing = kernel.missing()
     if missing:
         return Availability(missing)
+    with says_when_slow(kernel.name):
+        return _asked(kernel, device)
+
+
+def _asked(kernel: Kernel, device: str) -> Availability:
     try:
         return _in_its_process(kernel, device, _availability, device, watch=Watch(kernel.name))
     except WorkerDiedError as death:
@@ -127,7 +132,11 @@ def _execute(kernel: Kernel, job: Job, inputs: MLAInputs | None = None) -> Execu
     from mla_verify.results import Verdict
 
     spec = job.spec if job.spec is None or job.only is None else job.spec.alone(job.only)
-    why_not = kernel.why_not(spec, job.device) if spec else None
+    try:
+        why_not = kernel.why_not(spec, job.device) if spec else None
+    except Exception as error:
+        reason = f"asking whether it takes the case raised {type(error).__name__}: {error}"
+        return Execution(verdict=Verdict.NOT_RUN, reason=reason)
     if why_not:
         return Execution(verdict=Verdict.UNSUPPORTED, reason=why_not)
     try:

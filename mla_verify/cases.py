@@ -152,7 +152,8 @@ class CaseSpec:
             ),
         }[self.phase]
         if not rule[1]:
-            return f"phase {self.phase} means that {rule[0]}", "name the phase that fits, or mixed"
+            hint = "name the phase that fits, or mixed" if self.phase in ATTENTION_PHASES else "write the id so"
+            return f"phase {self.phase} means that {rule[0]}", hint
         return None
 
     @property

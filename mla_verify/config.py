@@ -94,7 +94,7 @@ def make_config(
     specs = [_parse_case(case) for case in cases]
     if inputs is not None and not inputs.is_file():
         raise UsageError(f"--inputs {inputs}: there is no such file", "give a .safetensors file, see docs/kernels.md")
-    _check_outputs(inputs, json, junit, summary)
+    _check_outputs(inputs, json, junit, summary, dump)
     if bit_equal and against is None:
         raise UsageError("--bit-equal has no effect without --against", "name the other build's dump: --against DIR")
     if dump is not None and (why := why_no_dump(dump)):
@@ -182,8 +182,10 @@ def _parse_case(case_id: str) -> CaseSpec:
         raise
 
 
-def _check_outputs(inputs: Path | None, json: Path | None, junit: Path | None, summary: Path | None) -> None:
-    taken = {inputs.resolve(): "--inputs"} if inputs else {}
+def _check_outputs(
+    inputs: Path | None, json: Path | None, junit: Path | None, summary: Path | None, dump: Path | None
+) -> None:
+    taken = {path.resolve(): flag for flag, path in (("--inputs", inputs), ("--dump", dump)) if path}
     for flag, path in (("--json", json), ("--junit", junit), ("--summary", summary)):
         if path is None:
             continue
@@ -192,7 +194,7 @@ def _check_outputs(inputs: Path | None, json: Path | None, junit: Path | None, s
             raise UsageError(f"{flag} {path}: {why}", "name a file in a folder that exists and can be written")
         other = taken.setdefault(path.resolve(), flag)
         if other != flag:
-            raise UsageError(f"{other} and {flag} name the same file, {path}", "give each a file of its own")
+            raise UsageError(f"{other} and {flag} name the same place, {path}", "give each one of its own")
 
 
 def _once(values: Iterable[_T]) -> tuple[_T, ...]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mla_verify.kernels.contract import Contract
+from mla_verify.kernels.contract import LOW_LSE, Contract
 from mla_verify.tensors import AttentionInputs, CopyInputs, MLAInputs, MLAOutput
 
 
@@ -53,4 +53,7 @@ def to_natural(actual: MLAOutput, contract: Contract, inputs: MLAInputs) -> MLAO
             lse[empty] = -lse[empty] if contract.empty_lse == "+inf" else lse[empty]
             if contract.empty_lse == "any":
                 lse[empty] = -math.inf
+            elif contract.empty_lse == "low":
+                # All else, NaN too, stays as it is, and is not the -inf that is expected.
+                lse[empty[:, None] & (lse <= LOW_LSE)] = -math.inf
     return replace(actual, out=out, lse=lse)

@@ -89,10 +89,13 @@ class DumpWriter:
         """Write one output. What cannot be written costs no verdict: `finish` raises it."""
         try:
             self._pairs[obtained.entry.case_id, obtained.entry.kernel.name] = self._written(obtained, inputs)
-        except OSError as error:
-            self._error = self._error or error
         except Exception as error:  # out of memory for a copy, say
-            self._error = self._error or OSError(f"{type(error).__name__}: {error}")
+            self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """An output is missing: the dump cannot be finished."""
+        own = error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+        self._error = self._error or own
 
     def _written(self, obtained: Obtained, inputs: str) -> dict[str, Any]:
         """Write one output; its entry in the index."""

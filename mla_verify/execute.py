@@ -20,7 +20,7 @@ from mla_verify.kernels.contract import Contract, Kernel
 from mla_verify.layouts import place
 from mla_verify.placed import Placed
 from mla_verify.results import Verdict
-from mla_verify.tensors import AbsorbedInputs, Buffers, LayerInputs, MLAInputs, MLAOutput
+from mla_verify.tensors import UNWRITTEN, AbsorbedInputs, Buffers, LayerInputs, MLAInputs, MLAOutput
 
 # Not the author's: our files, and Python's own.
 _NOT_THEIRS = (Path(mla_verify.__file__).parent, Path(sysconfig.get_path("stdlib")))
@@ -52,6 +52,7 @@ def execute(kernel: Kernel, inputs: MLAInputs, dtype: str, layout: str = "split"
             raise
         return Execution(verdict=Verdict.NOT_RUN, reason=f"out of memory: {first_line(error)}")
     mine = placed.inputs
+    _spoil_free_memory(buffers.output)
     started = time.perf_counter()
     try:
         output = kernel.run(mine, buffers.output)
@@ -68,11 +69,29 @@ def execute(kernel: Kernel, inputs: MLAInputs, dtype: str, layout: str = "split"
             reason = f"out of memory in the kernel: {first_line(error)}"
             return Execution(verdict=Verdict.NOT_RUN, reason=reason, seconds=seconds)
         if isinstance(error, FallbackError):
-            return Execution(verdict=Verdict.FAIL, reason=first_line(error), seconds=seconds)
+            reason = first_line(error) or "its library ran another kernel than the one asked for"
+            return Execution(verdict=Verdict.FAIL, reason=reason, seconds=seconds)
         reason = f"the kernel raised {type(error).__name__}: {first_line(error)}{_where(error)}"
         return Execution(verdict=Verdict.ERROR, reason=reason, traceback=_format_exc(), seconds=seconds)
     done = replace(checked(output, mine, kernel.contract, out_dtype), ran=ran, seconds=seconds)
     return _held_to_rules(done, placed, buffers)
+
+
+# Blocks of the output's size that a caching allocator is made to fill, and bytes of all of them together.
+_SPOILED, _SPOILED_BYTES = 8, 1 << 30
+
+
+def _spoil_free_memory(like: MLAOutput) -> None:
+    """Free memory may hold a right answer, that of the kernel before: a kernel that writes nothing must not get it."""
+    for tensor in (like.out, like.lse):
+        if tensor is not None and tensor.numel():
+            count = min(_SPOILED, _SPOILED_BYTES // (tensor.numel() * tensor.element_size()))
+            # Of a copy any bits may be right, but for these.
+            held = [torch.empty_like(tensor).view(torch.uint8).fill_(UNWRITTEN) for _ in range(count)]
+            if like.lse is not None:
+                for block in held:
+                    block.view(tensor.dtype).fill_(float("nan"))
+            del held
 
 
 def _held_to_rules(done: Execution, placed: Placed, buffers: Buffers) -> Execution:

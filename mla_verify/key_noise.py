@@ -152,11 +152,13 @@ def _common_errors_of_p(t: KeyTerms, facts: RoundingFacts, c: Constants) -> Tens
 
 def splitting(facts: RoundingFacts, constants: Constants = CONSTANTS) -> Splitting | None:
     """What the reference must compute about split-KV partial states, or None for a kernel that never splits."""
-    return _splitting(facts.max_splits, facts.partial_dtype, constants) if facts.max_splits > 1 else None
+    if facts.max_splits == 1:
+        return None
+    return _splitting(facts.max_splits, facts.least_part, facts.partial_dtype, constants)
 
 
 @lru_cache
-def _splitting(max_splits: int, partial_dtype: str, c: Constants) -> Splitting:
+def _splitting(max_splits: int, least_part: int, partial_dtype: str, c: Constants) -> Splitting:
     fmt = FORMATS[partial_dtype]
 
     def variance(part: PartStates) -> Tensor:
@@ -168,7 +170,7 @@ def _splitting(max_splits: int, partial_dtype: str, c: Constants) -> Splitting:
         u = fmt.unit_roundoff if partial_dtype != "fp32" else 0.0
         return torch.minimum(share, c.tilt * u * (u / share.clamp_min(1e-300)).clamp_max(1.0))
 
-    return Splitting(max_splits, variance, tilt)
+    return Splitting(max_splits, least_part, variance, tilt)
 
 
 def chunking(facts: RoundingFacts, constants: Constants = CONSTANTS) -> Chunking | None:

@@ -34,6 +34,9 @@ def standard() -> Iterator[Template]:
     """Beside those of SMOKE."""
     for layout, claim in (("fused", FUSED), ("transposed", _TRANSPOSED)):
         yield from _absorbed(layout, claim)
+    # Planners take their tiles from the average of queries, idle requests included.
+    yield "decode-absorbed-h128-q1.kv65+q0.kv64-p64-DT-needle-s1", "fp16 bf16", _BETWEEN
+    yield "spec-absorbed-h128-q2.kv65+3xq0.kv64-p64-DT-needle-s1", "fp16 bf16", _BETWEEN
 
 
 def full() -> Iterator[Template]:

@@ -41,9 +41,10 @@ class Observation:
 
     observed: Mapping[str, bool] = field(default_factory=dict)
     checks: tuple[Check, ...] = ()
+    open: str = ""  # why a check that the case is for, or the contract claims, could not be made
 
 
-def compare_layouts(kernel: Kernel, job: Job, inputs: MLAInputs | None, output: MLAOutput) -> tuple[Check, ...]:
+def compare_layouts(kernel: Kernel, job: Job, inputs: MLAInputs | None, output: MLAOutput) -> Observation:
     """The same numbers in the job's layout and in the split one give the same bits: no place in memory may matter.
 
     output: the kernel's on the job.  inputs: the job's, if they are there.
@@ -51,18 +52,31 @@ def compare_layouts(kernel: Kernel, job: Job, inputs: MLAInputs | None, output: 
     """
     name, elsewhere = _ELSEWHERE[job.layout]
     apart = execute_job(kernel, replace(job, layout="split"), inputs)
-    if apart.verdict is not None and (apart.verdict.wrong or apart.verdict is Verdict.TIMEOUT):
-        return (Check(name, 1.0, 0.0, f"on the same tensors {elsewhere}: {apart.reason}"),)
+    if _went_wrong(apart):
+        return Observation(checks=(Check(name, 1.0, 0.0, f"on the same tensors {elsewhere}: {apart.reason}"),))
     if apart.output is None:
-        return ()
+        if apart.verdict is Verdict.UNSUPPORTED:
+            return Observation()
+        return Observation(open=f"no result on the same tensors {elsewhere}: {apart.reason}")
     changed = differing(output, apart.output)
     _forget(apart.output)
     if changed:
-        again = execute_job(kernel, job, inputs).output
-        if again is None or differing(output, again):
-            return ()
+        again = execute_job(kernel, job, inputs)
+        if _went_wrong(again):
+            return Observation(checks=(Check(name, 1.0, 0.0, f"when the same call is made again: {again.reason}"),))
+        if again.output is None:
+            return Observation(open=f"no result when the same call is made again: {again.reason}")
+        unsteady = differing(output, again.output)
+        _forget(again.output)
+        if unsteady:
+            claim = Check("repeats", float(unsteady), 0.0, "elements have other bits when the same call is made again")
+            return Observation(checks=(claim,) if kernel.contract.repeats else ())
     detail = f"elements differ from those of the same tensors {elsewhere}" if changed else "the same bits as apart"
-    return (Check(name, float(changed), 0.0, detail),)
+    return Observation(checks=(Check(name, float(changed), 0.0, detail),))
+
+
+def _went_wrong(done: Execution) -> bool:
+    return done.verdict is not None and done.verdict.wrong
 
 
 def observe(kernel: Kernel, job: Job, inputs: MLAInputs | None, output: MLAOutput) -> Observation:
@@ -86,7 +100,8 @@ def observe(kernel: Kernel, job: Job, inputs: MLAInputs | None, output: MLAOutpu
         alone.add(_call(kernel, replace(job, only=request), _alone(inputs, request)), _rows(output, rows))
     both = (again, alone)
     observed = {part.name: same for part in both if (same := part.same) is not None}
-    return Observation(observed, tuple(check for part in both if (check := part.check())))
+    unseen = "; ".join(part.unseen for part in both if part.unseen)
+    return Observation(observed, tuple(check for part in both if (check := part.check())), unseen)
 
 
 class _Differences:
@@ -95,13 +110,17 @@ class _Differences:
     def __init__(self, name: str, claimed: bool, when: str) -> None:
         self.name, self._claimed, self._when = name, claimed, when
         self._changed: list[int | None] = []  # by call, elements with other bits; None: it gave no result
-        self._wrong = ""
+        self._wrong = self._lost = self._late = ""
 
     def add(self, done: Execution | None, output: MLAOutput) -> None:
         verdict = done.verdict if done else None
         if done is None or done.output is None or verdict is not None:
-            if done is not None and verdict is not None and (verdict.wrong or verdict is Verdict.TIMEOUT):
+            if done is not None and _went_wrong(done):
                 self._wrong = self._wrong or done.reason
+            elif done is not None and verdict is Verdict.TIMEOUT:
+                self._late = self._late or done.reason
+            elif verdict is not Verdict.UNSUPPORTED:  # which is the kernel's to say, and breaks no claim
+                self._lost = self._lost or (done.reason if done else "an error of the tool")
             self._changed.append(None)
             return
         self._changed.append(differing(output, done.output))
@@ -113,6 +132,14 @@ class _Differences:
         if any(self._changed):
             return False
         return None if None in self._changed or not self._changed else True
+
+    @property
+    def unseen(self) -> str:
+        """Why a claim was not decided, or that a call did not end; nothing where neither is so."""
+        if self._late and not self._wrong:
+            return f"no result when {self._when}: {self._late}"
+        missing = self._claimed and not self._wrong and self._lost and self.same is None
+        return f"{self.name} is claimed, and no result came when {self._when}: {self._lost}" if missing else ""
 
     def check(self) -> Check | None:
         """Where a call went wrong, or the contract claims it and it was seen."""

@@ -48,7 +48,15 @@ class Outputs:
             return result
         case_id = obtained.entry.case_id
         if self._digest[0] != case_id:
-            self._digest = (case_id, inputs_digest(obtained.inputs))
+            try:
+                self._digest = (case_id, inputs_digest(obtained.inputs))
+            except Exception as error:  # out of memory, say
+                if self._writer is not None:
+                    self._writer.failed(error)
+                if self._against is not None:
+                    why = f"the digest of its inputs raised {type(error).__name__}: {error}"
+                    self._against.why_not[case_id, obtained.entry.kernel.name] = why
+                return result
         if self._writer is not None:
             self._writer.write(obtained, self._digest[1])
         if self._against is None:

@@ -163,11 +163,11 @@ def why_outside(entry: PlanEntry) -> str | None:
 def _belongs(kernel: Kernel, case: _Case, config: RunConfig) -> bool:
     """Whether a kernel is of a case's kind.
 
-    A suite has cases of every kind, and a decode kernel has no business with prefill; but who names a case is told when
-    a kernel cannot take it.
+    A suite has cases of every kind, and a decode kernel has no business with prefill, nor a bf16 kernel with fp16; but
+    who names a case is told when a kernel cannot take it.
     """
-    named = config.suite is None
-    return kernel.contract.form == case.form and (named or case.phase in kernel.contract.phases)
+    contract, named = kernel.contract, config.suite is None
+    return contract.form == case.form and (named or (case.phase in contract.phases and case.dtype in contract.dtypes))
 
 
 def _dtype_notes(plan: Plan) -> list[str]:

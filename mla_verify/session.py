@@ -122,6 +122,10 @@ def _completed(
     return tuple(by_entry.get((entry.case_id, entry.kernel.name)) or not_run(entry) for entry in plan.entries)
 
 
+# Seconds. A second signal at once would be raised in the clean-up after the first, where it leaves locks held.
+_ONE_INTERRUPT = 0.5
+
+
 @contextmanager
 def _termination_as_interrupt() -> Iterator[None]:
     """SIGTERM, which CI services send to a job past its time, like Ctrl-C: the results so far are written."""
@@ -129,14 +133,21 @@ def _termination_as_interrupt() -> Iterator[None]:
         yield
         return
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    last = -_ONE_INTERRUPT
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _ONE_INTERRUPT:
+            last = now
+            raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _write(report: RunReport, config: RunConfig, plan: Plan, outputs: Outputs, more: Sequence[str]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +27,22 @@ _GROWN = GIB
 
 TICK = 0.05  # seconds between two looks at a worker's memory, in which one core writes 0.2 GiB
 _SCAN = 0.25  # seconds between two looks at its compilers, and hence of one step of the clocks
+
+
+SLOW_SECONDS = 10.0  # of loading a kernel's library, before somebody wonders
+
+
+@contextmanager
+def says_when_slow(name: str) -> Iterator[None]:
+    """That the tool waits for a kernel to load, on stderr, once it has for a while: nothing else is printed by then."""
+    words = f"note: waiting for {name} to load, for {ANSWER_SECONDS:g} s at most\n"
+    timer = threading.Timer(SLOW_SECONDS, sys.stderr.write, [words])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class OverrunError(Exception):

@@ -19,6 +19,7 @@ from mla_verify.wire import Channel, pickled
 CALL_BEGINS, CALL_ENDS, ANSWER = "call begins", "call ends", "answer"  # what a worker sends
 STACK_SIGNAL = signal.SIGUSR1  # upon which it writes where it is
 
+_KNOWN = {"builtins", "torch", "mla_verify"}
 _channel: Channel | None = None  # to the tool; None in the tool's own process
 _retires = False
 
@@ -78,8 +79,11 @@ def _end_with(parent: int) -> None:
 def _sendable(error: Exception) -> Any:
     """The exception, or its words: one with arguments of its own may well pickle, and not come back."""
     try:
-        text, buffers = pickled(error)
-        pickle.loads(text, buffers=buffers)
-        return error
+        # Of the kernel's own file or library the tool has no class, and must not import one.
+        if all(cls.__module__.partition(".")[0] in _KNOWN for cls in (type(error), *map(type, error.args))):
+            text, buffers = pickled(error)
+            pickle.loads(text, buffers=buffers)
+            return error
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -128,7 +128,10 @@ class WorkerProcess:
         code = self._process.returncode
         if code is None:
             return "its end cannot be seen"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code >= 0:
+            return f"exit code {code}"
+        known = -code in set(signal.Signals)  # real-time signals have numbers alone
+        return f"killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
     def _write_stack(self) -> None:
         self._process.send_signal(STACK_SIGNAL)

@@ -44,10 +44,14 @@ def ask(environment: Mapping[str, str], function: Callable[..., _T], *args: obje
     key = frozenset(environment.items())
     with _lock:
         # One that ended while it was idle, for want of memory say, is no fault of the next question's.
-        _idle[:] = [(other, worker) for other, worker in _idle if worker.is_alive()]
+        ended = [worker for _, worker in _idle if not worker.is_alive()]
+        _idle[:] = [(other, worker) for other, worker in _idle if worker not in ended]
+        _all.difference_update(ended)
         at = next((i for i, (other, _) in enumerate(_idle) if other == key), None)
         worker = WorkerProcess(environment) if at is None else _idle.pop(at)[1]
         _all.add(worker)
+    for gone in ended:
+        gone.kill()  # what it has started, and its id
     try:
         raised, answer, retires = worker.ask(function, args, watch or Watch())
     except BaseException:

@@ -191,12 +191,18 @@ def _attend(
     splits = {splitting: SplitRounding(*rest[2 * i : 2 * i + 2]) for i, splitting in enumerate(split)}
     rest = rest[2 * len(split) :]
     chunks = tuple(ChunkRounding(*rest[4 * i : 4 * i + 4]) for i in range(len(chunkings)))
+    out, direction, lse, max_score, mean_score, score_along = rows_wise
     return Attention(
-        *rows_wise,
+        out,
+        direction,
+        lse,
+        max_score,
+        mean_score,
+        score_along,
         num_keys,
-        tuple(sums[weighing] for weighing in weighings),
-        tuple(splits[splitting] for splitting in splittings),
-        chunks,
+        sums=tuple(sums[weighing] for weighing in weighings),
+        splits=tuple(splits[splitting] for splitting in splittings),
+        chunks=chunks,
     )
 
 

@@ -57,13 +57,19 @@ class PartStates:
 class Splitting:
     """Ask for the rounding of a split-KV kernel: the keys cut into 1, 2, 4, ... equal parts, up to `max_splits`.
 
+    Nothing is cut that has no more than `least_part` keys, and nothing into more parts than that makes.
     variance: what part s adds to the variance of the result, over w_s^2, elementwise.
     tilt: relative change, in all dims alike, of a rounded sum in which all but this share comes from one term.
     """
 
     max_splits: int
+    least_part: int
     variance: Callable[[PartStates], Tensor]
     tilt: Callable[[Tensor], Tensor]
+
+    def most(self, kv_len: int) -> int:
+        """How many parts so many keys are cut into at most. 1: they are not cut, and no part is stored."""
+        return max(1, min(self.max_splits, -(-kv_len // self.least_part)))
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,10 @@ def slope_direction(out: Tensor) -> Tensor:
 def split_variance(p: Tensor, v: Keys, out: Tensor, lse: Tensor, splitting: Splitting) -> Tensor:
     """SplitRounding.variance for a block of rows. out: [groups, rows, v_dim].  lse: [groups, rows]."""
     kv_len = v.length
-    count = 1 << max(0, splitting.max_splits.bit_length() - 1)
+    most = splitting.most(kv_len)
+    if most == 1:
+        return torch.zeros_like(out)
+    count = 1 << (most.bit_length() - 1)
     step = max(1, -(-kv_len // count))
     sums = _sums_by_part(p, v, count, step)
     whole, whole_lse = out[:, :, None], lse[:, :, None, None]
@@ -216,9 +225,7 @@ def split_tilt(p: Tensor, splitting: Splitting) -> Tensor:
     """SplitRounding.tilt for a block of rows, [groups, rows]."""
     groups, rows, kv_len = p.shape
     worst = p.new_zeros(groups, rows)
-    if not kv_len:
-        return worst
-    levels = range(1, splitting.max_splits.bit_length())
+    levels = range(1, splitting.most(kv_len).bit_length())
     steps = [max(unit, -(-kv_len // (unit << level)) * unit) for level in levels for unit in _CUT_STEPS]
     for step in dict.fromkeys(steps):
         parts = torch.nn.functional.pad(p, (0, -kv_len % step)).unflatten(2, (-1, step))

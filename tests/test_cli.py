@@ -169,10 +169,10 @@ def test_two_outputs_or_an_output_and_the_input_in_one_file_are_told(tmp_path: P
     assert done.exit_code == 2
     (tmp_path / "y").mkdir()
     done = invoke("kernels", "--json", path, "--junit", tmp_path / "y" / ".." / "x")
-    assert (done.exit_code, "--json and --junit name the same file" in done.stderr) == (2, True)
+    assert (done.exit_code, "--json and --junit name the same place" in done.stderr) == (2, True)
     path.write_text("activations")
     done = invoke("kernels", "--inputs", path, "--json", path)
-    assert (done.exit_code, "--inputs and --json name the same file" in done.stderr) == (2, True)
+    assert (done.exit_code, "--inputs and --json name the same place" in done.stderr) == (2, True)
     assert path.read_text() == "activations"
     assert fake_run.calls == []
 

@@ -103,7 +103,14 @@ def test_empty_rows_are_those_of_the_tokens_also_when_heads_come_first() -> None
 
 
 @pytest.mark.parametrize(
-    ("declared", "right", "wrong"), [("-inf", -INF, (INF, NAN, 0.0)), ("+inf", INF, (-INF, NAN, 0.0))]
+    ("declared", "right", "wrong"),
+    [
+        ("-inf", -INF, (INF, NAN, 0.0)),
+        ("+inf", INF, (-INF, NAN, 0.0)),
+        ("low", -INF, (INF, NAN, 0.0, -999.0, 100.0)),
+        ("low", -5e4, (INF,)),
+        ("low", -1000.0, (-999.0,)),
+    ],
 )
 def test_of_an_empty_row_only_the_declared_infinity_becomes_minus_infinity(
     declared: str, right: float, wrong: tuple[float, ...]

@@ -199,7 +199,7 @@ def test_cases_are_counted_once_in_a_family_and_only_where_they_were_compared() 
     letters = {("flashinfer-mla-fa2", 0): "P", ("flashinfer-mla-fa3", 0): "P", ("flashinfer-mla-fa3", 1): "U"}
     pairs = tuple(Pair(case.format(s), k, letter, "decode", "bf16", False) for (k, s), letter in letters.items())
     kernels = {kernel: facts for kernel, _ in letters}
-    summary = Summary(({},), None, None, False, (), pairs, kernels, ())
+    summary = Summary(({},), None, None, False, (), (), pairs, kernels, ())
     assert cases_by_family([summary, summary]) == {"flashinfer-mla": {case.format(0)}}
     assert elements_by_case([summary, summary])[case.format(0)] == 4 * 16 * 512
     assert seeds_by_template([summary])[case.removesuffix("-s{}"), "flashinfer-mla-fa3"] == {"0", "1"}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli_helper import invoke
+from tests.gpu_helper import needs
 from tests.gpu_kernels_without_facts import KERNELS
 
 FILE = Path(__file__).with_name("gpu_kernels_without_facts.py")
@@ -26,6 +27,7 @@ CASES = (
 
 @pytest.mark.gpu
 def test_without_any_one_of_its_facts_an_honest_kernel_leaves_the_range(tmp_path: Path) -> None:
+    needs("flashinfer-mla-fa3", "flashinfer-merge", "sgl-merge", "sglang-merge")
     report = tmp_path / "report.json"
     kernels = [f"--kernel={FILE}:{name}" for name in KERNELS]
     cases = [f"--case={case}" for case in CASES]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli_helper import invoke
+from tests.gpu_helper import needs
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +32,7 @@ def cases(dtype: str) -> list[str]:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_absorbed_and_expanded_through_real_kernels_are_the_layer(library: str, dtype: str, tmp_path: Path) -> None:
+    needs(*LIBRARIES[library])
     report = tmp_path / "report.json"
     kernels = [f"--kernel={name}" for name in LIBRARIES[library]]
     result = invoke("kernels", *kernels, *cases(dtype), "--device", "cuda", "--json", str(report))
@@ -62,6 +64,7 @@ def wrong(inputs, out):
     "name", ["flashinfer-layer-absorbed", "flashinfer-layer-expanded", "sglang-layer-absorbed", "sglang-layer-expanded"]
 )
 def test_another_heads_weights_through_a_real_kernel_fail(name: str, weight: str, tmp_path: Path) -> None:
+    needs(name)
     file = tmp_path / "wrong.py"
     file.write_text(WRONG.format(name=name, weight=weight))
     case = ("--case", PREFIX.format(64, "bf16", "normal"))

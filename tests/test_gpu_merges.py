@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from mla_verify.calls import availability
 from mla_verify.cases import CaseSpec
 from mla_verify.expected import dense_request
 from mla_verify.inputs import make_inputs
@@ -16,6 +15,7 @@ from mla_verify.kernels.sglang_chunked import SGLangFlashInferMerge
 from mla_verify.suites import suite_cases
 from mla_verify.tensors import MHAInputs, output_buffers
 from tests.cli_helper import invoke
+from tests.gpu_helper import needs
 from tests.kernels_helper import cases
 
 pytestmark = pytest.mark.gpu
@@ -92,12 +92,12 @@ def results(folder: Path, *args: str | Path) -> tuple[int, list[dict[str, Any]]]
 @pytest.fixture
 def chunked_prefix_is_there() -> None:
     """SGLang's model code imports much that its kernels do not need."""
-    if why := availability(SGLangFlashInferMerge(), "cuda").why_not:
-        pytest.skip(why)
+    needs("sglang-flashinfer-merge")
 
 
 @pytest.mark.parametrize("name", SOUND)
 def test_attention_in_chunks_merged_by_a_librarys_kernel_passes_the_standard_suite(name: str, tmp_path: Path) -> None:
+    needs(name)
     exit_code, found = results(tmp_path, "--kernel", name, "--suite", "standard", "--dtype", "fp16", "--dtype", "bf16")
     decided = [r for r in found if r["verdict"] != "UNSUPPORTED"]
     assert [(r["case"], r["reason"]) for r in decided if r["verdict"] != "PASS"] == []
@@ -159,6 +159,7 @@ def test_the_relative_error_of_the_wrong_base_is_what_was_measured_before(
 
 def test_flashinfers_merge_given_natural_lses_fails_and_the_cause_is_named(tmp_path: Path) -> None:
     """Which is the other base: weights 2^lse of natural LSEs."""
+    needs("flashinfer-merge")
     file = tmp_path / "natural.py"
     file.write_text(
         "import math\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli_helper import invoke
+from tests.gpu_helper import needs
 from tests.wrong_gpu_calls import KERNELS
 
 FILE = Path(__file__).with_name("wrong_gpu_calls.py")
@@ -63,6 +64,7 @@ def assert_told_apart(names: tuple[str, ...], cases: tuple[str, ...], device: st
 
 @pytest.mark.gpu
 def test_a_wrong_call_of_any_real_kernel_fails_and_the_right_one_passes(tmp_path: Path) -> None:
+    needs(*KERNELS.values())
     assert_told_apart(tuple(KERNELS), CASES, "cuda", tmp_path)
 
 

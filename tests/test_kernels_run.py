@@ -180,7 +180,7 @@ def test_what_was_wrong_before_the_tool_failed_stays_wrong(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("kernel", "reason"),
     [
-        (failing.SupportCheckRaises, "error of the tool: KeyError: 'sm_75'"),
+        (failing.SupportCheckRaises, "asking whether it takes the case raised KeyError: 'sm_75'"),
         (failing.WithoutFacts, "error of the tool: LookupError: no rounding facts for bf16"),
     ],
 )

@@ -17,8 +17,8 @@ from torch import Tensor
 from mla_verify.cases import CaseSpec
 from mla_verify.compare import compare_output
 from mla_verify.constants import CONSTANTS, Constants
-from mla_verify.emulate import tensor_core_dot
-from mla_verify.expected import Expected
+from mla_verify.emulate import EmulatedKernel, tensor_core_dot
+from mla_verify.expected import Expected, expect
 from mla_verify.formats import FORMATS
 from mla_verify.inputs import make_inputs
 from mla_verify.kernels.contract import RoundingFacts
@@ -26,7 +26,7 @@ from mla_verify.key_noise import round_to, splitting, ulp, weighings
 from mla_verify.noise import Noise, changed_rounding, noise_of, z_limit
 from mla_verify.reference.attention import Attention, attend_absorbed, attend_mha
 from mla_verify.reference.key_sums import KeyTerms, PartStates, slope_direction
-from mla_verify.tensors import MLAOutput
+from mla_verify.tensors import AbsorbedInputs, MLAOutput
 
 BF16 = FORMATS["bf16"]
 FP32 = RoundingFacts(out_dtype="fp32")
@@ -406,3 +406,35 @@ def test_torchs_own_exp_errs_less_than_the_model_allows() -> None:
     exact = x.double().exp()
     relative = (x.exp().double() - exact) / exact
     assert float(relative.square().mean()) < CONSTANTS.exp * 2.0**-48
+
+
+@pytest.mark.parametrize("kv_len", [2, 20, 32])
+def test_a_request_no_longer_than_the_least_part_is_charged_as_one_that_is_not_split(kv_len: int) -> None:
+    least = replace(SPLIT, max_splits=16, least_part=32)
+    inputs = make_inputs(CaseSpec.parse(f"decode-absorbed-h2-q1.kv{kv_len}-p64-bf16-normal-s0"))
+    assert isinstance(inputs, AbsorbedInputs)
+    noise = expect(inputs, [least, replace(least, max_splits=1), replace(least, least_part=1)]).noise
+    unsplit, any_parts = noise[replace(least, max_splits=1)], noise[replace(least, least_part=1)]
+    assert torch.equal(noise[least].out, unsplit.out) and torch.equal(noise[least].slope_bias, unsplit.slope_bias)
+    assert float((any_parts.out / unsplit.out).max()) > 1.5
+
+
+def test_a_longer_request_is_charged_for_as_many_parts_as_the_least_one_makes() -> None:
+    least = replace(SPLIT, max_splits=16, least_part=32)
+    inputs = make_inputs(CaseSpec.parse("decode-absorbed-h2-q1.kv100-p64-bf16-normal-s0"))  # four parts
+    noise = expect(inputs, [least, replace(SPLIT, max_splits=4), replace(SPLIT, max_splits=2)]).noise
+    assert torch.equal(noise[least].out, noise[replace(SPLIT, max_splits=4)].out)
+    assert not torch.equal(noise[least].out, noise[replace(SPLIT, max_splits=2)].out)
+
+
+def test_parts_smaller_than_declared_are_an_unexplained_error() -> None:
+    """An honest kernel that cuts 32 keys in two stores bf16 parts, which one with parts of 32 keys or more does not."""
+    kernel = EmulatedKernel(splits=2, tile=16, rounds_partials=True)
+    inputs = make_inputs(CaseSpec.parse("decode-absorbed-h16-16xq1.kv32-p32-bf16-uniform-s0"))
+    output = kernel.run(inputs)
+    declared = {least: replace(kernel.facts("bf16"), least_part=least) for least in (1, 32)}
+    expected = expect(inputs, list(declared.values()))
+    passed = {
+        n: all(c.passed for c in compare_output(output, expected, facts, inputs)) for n, facts in declared.items()
+    }
+    assert passed == {1: True, 32: False}

@@ -45,7 +45,7 @@ def install(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> N
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_a_jit_kernel_without_sglang_or_without_a_gpu_says_so(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_jit, "find_spec", lambda name: None)
-    assert "on a machine with an NVIDIA GPU" in kernel().missing()
+    assert "requirements/gpu.txt has it" in kernel().missing()
     assert "CUDA code" in kernel().why_unavailable("cpu")
 
 

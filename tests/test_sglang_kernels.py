@@ -50,7 +50,7 @@ def test_a_kernel_whose_library_is_missing_says_how_to_get_it(
     monkeypatch.setattr("mla_verify.kernels.sglang.find_spec", lambda name: None)
     reason = kernel().missing()
     assert reason is not None
-    assert "sglang is not installed: pip install sglang" in reason
+    assert "sglang is not installed: requirements/gpu.txt has it" in reason
     assert "requirements/sglang-cpu.txt" in reason
     assert (ROOT / "requirements/sglang-cpu.txt").is_file()
 

@@ -450,7 +450,7 @@ def test_a_kernel_is_called_again_on_the_first_of_several_seeds_alone(tmp_path: 
         (["--seeds", "ten"], "--seeds ten: neither a number nor two"),
         (["--list", "--summary", "x"], "--list runs nothing, so --summary has no effect"),
         (["--summary", "/proc/x"], "--summary /proc/x: no file can be made"),
-        (["--summary", "x.json", "--json", "x.json"], "--json and --summary name the same file"),
+        (["--summary", "x.json", "--json", "x.json"], "--json and --summary name the same place"),
     ],
 )
 def test_wrong_flags_are_told(arguments: list[str], message: str) -> None:

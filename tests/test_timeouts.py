@@ -179,3 +179,13 @@ def test_a_process_that_dies_is_seen_to_although_its_child_holds_the_connection(
     assert (done.exit_code, done.verdicts) == (1, [PASS, CRASH, PASS])
     assert "exit code 5" in done.report.results[1].reason
     assert time.monotonic() - began < 40  # and not the minute for which the child sleeps
+
+
+def test_a_kernel_file_that_takes_long_to_load_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SLOW_SECONDS", 0.2)
+    text = "import time\ntime.sleep(1)\nfrom mla_verify.kernels import Contract, mla_kernel\n"
+    text += "@mla_kernel(Contract())\ndef slow(inputs, out):\n    return out\n"
+    (tmp_path / "slow.py").write_text(text)
+    done = invoke("kernels", "--list", "--kernel", f"{tmp_path / 'slow.py'}:slow", "--device", "cpu")
+    assert done.exit_code == 0
+    assert f"note: waiting for {tmp_path / 'slow.py'}:slow to load, for 600 s at most\n" in done.stderr

@@ -84,7 +84,11 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except subprocess.CalledProcessError as error:
-        print(f"error: git: {str(error.stderr).strip()}", file=sys.stderr)
+        words = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else str(error.stderr)
+        print(f"error: git: {words.strip()}", file=sys.stderr)
+        return 2
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

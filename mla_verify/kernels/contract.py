@@ -33,6 +33,7 @@ class RoundingFacts:
     # Split-KV partial outputs as they are stored. "fp32", or the kernel never splits.
     partial_dtype: str = "fp32"
     max_splits: int = 1
+    least_part: int = 1  # keys: a request of no more is not split, and a longer one into no smaller parts, on average
     # Cached keys of a request (all but its last q_len) that are attended over at once, as engines do it. The new keys
     # come first and the chunks in order; each part's output, and the running one after each merge, are rounded to
     # out_dtype. None: all keys at once.
@@ -56,9 +57,9 @@ class RoundingFacts:
         _check("RoundingFacts", "rowsum", self.rowsum, ("rounded", "unrounded"))
         _check("RoundingFacts", "scale", self.scale, ("product", "root"))
         _check("RoundingFacts", "layer", self.layer, (None, "absorbed", "expanded"))
-        for field in ("max_splits", "chunk", "tile", "tensor_core_k", "layer_tensor_core_k"):
+        for field in ("max_splits", "least_part", "chunk", "tile", "tensor_core_k", "layer_tensor_core_k"):
             value = getattr(self, field)
-            optional = value is None and field != "max_splits"
+            optional = value is None and field not in ("max_splits", "least_part")
             if not optional and (not isinstance(value, int) or value < 1):
                 raise UsageError(f"RoundingFacts: {field} is {value!r}", "it must be a positive whole number")
         if not isinstance(self.sources, tuple):
@@ -89,10 +90,12 @@ def exact_facts(dtype: str) -> RoundingFacts:
 
 
 Form = Literal["absorbed", "mha", "write", "concat", "layer"]
+LOW_LSE = -1000.0  # natural; exp of it is 0 beside whatever a row with keys has
+
 LSEBase = Literal["e", "2"]
 LSELayout = Literal["TH", "HT"]
 EmptyOut = Literal["zero", "any"]
-EmptyLSE = Literal["-inf", "+inf", "any"]
+EmptyLSE = Literal["-inf", "+inf", "low", "any"]  # low: at most LOW_LSE, which merges give no weight
 Strides = Literal["any", "contiguous"]
 
 
@@ -110,7 +113,7 @@ class Contract:
     returns_lse: bool = False
     lse_base: LSEBase = "e"
     lse_layout: LSELayout = "TH"  # [T, H] or [H, T]
-    # What a query that sees no key gets. "any": nobody reads it, so that it may hold anything.
+    # What a query that sees no key gets. "any": nobody reads it, so that it may hold anything. "low": see EmptyLSE.
     empty_out: EmptyOut = "zero"
     empty_lse: EmptyLSE = "-inf"
     page_sizes: tuple[int, ...] | None = None  # None: any
@@ -170,8 +173,8 @@ class Contract:
 def mla_kernel(contract: Contract) -> Callable[[_F], _F]:
     """Declare a function's contract, for `--kernel file.py:function`.
 
-    The function takes (inputs, out): AbsorbedInputs, MHAInputs, WriteInputs or ConcatInputs by the contract's form, and
-    MLAOutput buffers to write into; it returns an MLAOutput, which may hold those buffers.
+    The function takes (inputs, out): AbsorbedInputs, MHAInputs, LayerInputs, WriteInputs or ConcatInputs by the
+    contract's form, and MLAOutput buffers to write into; it returns an MLAOutput, which may hold those buffers.
     """
 
     def declare(function: _F) -> _F:

@@ -132,9 +132,9 @@ class FlashInferRaggedFA2(_FlashInfer):
     entries: tuple[Entry, ...] = (RAGGED_INIT, RAGGED_PLAN, RAGGED_RUN)
     built_for = (("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128))
     # A row without keys has out 0, and as its LSE the finite number that stands for -inf there (-5e4, math.cuh:33) plus
-    # what masked keys add up to (prefill.cuh:2592): merges take it for no weight.
+    # what masked keys add up to (prefill.cuh:2592): merges give it no weight.
     contract = Contract(
-        form="mha", dtypes=_DTYPES, facts=ragged_fa2_facts, returns_lse=True, lse_base="2", empty_lse="any"
+        form="mha", dtypes=_DTYPES, facts=ragged_fa2_facts, returns_lse=True, lse_base="2", empty_lse="low"
     )
 
     def run(self, inputs: MHAInputs, out: MLAOutput) -> MLAOutput:
@@ -146,8 +146,9 @@ class FlashInferRaggedFA2(_FlashInfer):
 class FlashInferRaggedFA3(FlashInferRaggedFA2):
     name = "flashinfer-ragged-fa3"
     backend = "fa3"
-    # The LSE likewise (hopper/epilogue.cuh:250). Out is 0 where no row of a block has keys; beside rows that have some,
-    # it is a mean of values, since all the masked scores are equal (hopper/attention_updater.cuh:137).
+    # Where no row of a block has keys, out is 0 and the LSE -5e4 (hopper/epilogue.cuh:250). Beside rows that have some,
+    # all masked scores are equal (attention_updater.cuh:137, 230): out is a mean of values, and the LSE that of -5e4
+    # times the scale, about -7,300 in base 2 for a scale of 0.1.
     contract = Contract(
         form="mha",
         dtypes=_DTYPES,
@@ -155,7 +156,7 @@ class FlashInferRaggedFA3(FlashInferRaggedFA2):
         returns_lse=True,
         lse_base="2",
         empty_out="any",
-        empty_lse="any",
+        empty_lse="low",
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mla_verify.errors import FallbackError
 from mla_verify.kernels.contract import Contract
 from mla_verify.kernels.flashinfer import FlashInferRaggedFA3
+from mla_verify.kernels.fresh_memory import fresh_memory_is_nan
 from mla_verify.kernels.merge_parts import MERGED_PHASES, MergedKernel, empty_state
 from mla_verify.kernels.merges_api import (
     MERGE_FLASHINFER,
@@ -154,6 +155,7 @@ class FlashInferMerge(MergedKernel, FlashInferRaggedFA3):
         return out, lse
 
     def merge(self, part: tuple[Tensor, Tensor], merged: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        out, lse = MERGE_FLASHINFER.load()(v_a=part[0], s_a=part[1], v_b=merged[0], s_b=merged[1])
+        with fresh_memory_is_nan():
+            out, lse = MERGE_FLASHINFER.load()(v_a=part[0], s_a=part[1], v_b=merged[0], s_b=merged[1])
         self._what = f"{self._what.split('; ')[0]}; parts merged by flashinfer.{MERGE_FLASHINFER.name}"
         return out, lse

@@ -11,6 +11,7 @@ from pathlib import Path
 from mla_verify.errors import UsageError
 from mla_verify.kernels.contract import Contract, Kernel, KernelBase
 from mla_verify.kernels.interpreter import ENVIRONMENT
+from mla_verify.watch import says_when_slow
 from mla_verify.workers import WorkerDiedError, ask
 
 
@@ -75,7 +76,8 @@ def _load(name: str, source: str, device: str) -> Kernel:
 
     environment = {**(ENVIRONMENT if device == "cpu" else {}), "MLA_VERIFY_KERNELS_OF": source}
     try:
-        described = ask(environment, describe, name, device)
+        with says_when_slow(name):
+            described = ask(environment, describe, name, device)
     except WorkerDiedError as death:
         last = f"; it wrote last: {death.log.strip().splitlines()[-1]}" if death.log.strip() else ""
         raise UsageError(

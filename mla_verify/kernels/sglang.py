@@ -14,7 +14,7 @@ from mla_verify.formats import FORMATS
 from mla_verify.kernels.contract import Contract
 from mla_verify.kernels.entry import Entry, version
 from mla_verify.kernels.interpreter import TritonKernel, no_scalar_mask
-from mla_verify.kernels.sglang_api import DECODE, EXTEND, JIT_WRITE, WRITE, decode_facts, extend_facts
+from mla_verify.kernels.sglang_api import DECODE, EXTEND, JIT_WRITE, NOT_INSTALLED, WRITE, decode_facts, extend_facts
 from mla_verify.kernels.sglang_calls import (
     MORE_QUERIES,
     as_pool,
@@ -44,7 +44,7 @@ class _SGLang(TritonKernel):
 
     def missing(self) -> str | None:
         if find_spec("sglang") is None:
-            return "sglang is not installed: pip install sglang; on a CPU as requirements/sglang-cpu.txt says"
+            return NOT_INSTALLED
         return super().missing()
 
     def why_unavailable(self, device: str) -> str | None:

@@ -19,6 +19,7 @@ from mla_verify.errors import FallbackError
 from mla_verify.kernels.contract import Contract
 from mla_verify.kernels.entry import version
 from mla_verify.kernels.flashinfer import FlashInferRaggedFA3
+from mla_verify.kernels.fresh_memory import fresh_memory_is_nan
 from mla_verify.kernels.merge_parts import CHUNK, MORE_QUERIES
 from mla_verify.kernels.merges_api import (
     BACKEND_EXTEND,
@@ -29,6 +30,7 @@ from mla_verify.kernels.merges_api import (
     MERGE_V2,
     sglang_flashinfer_facts,
 )
+from mla_verify.kernels.sglang_api import NOT_INSTALLED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,9 +57,10 @@ class SGLangFlashInferMerge(FlashInferRaggedFA3):
     def missing(self) -> str | None:
         from importlib.util import find_spec
 
-        absent = [name for name in ("sglang", "sgl_kernel") if find_spec(name) is None]
-        if absent:
-            return f"{' and '.join(absent)} not installed: pip install --no-deps -r requirements/gpu.txt"
+        if find_spec("sglang") is None:
+            return NOT_INSTALLED
+        if find_spec("sgl_kernel") is None:
+            return "sgl_kernel is not installed; SGLang's model code also imports what its server needs"
         return super().missing()
 
     def why_not(self, spec: CaseSpec, device: str) -> str | None:
@@ -84,7 +87,7 @@ class SGLangFlashInferMerge(FlashInferRaggedFA3):
             for module in (import_module(CHUNKED_FORWARD.module), import_module(_MERGE))
             for entry in (MERGE_V2, MERGE_TRITON)
         ]
-        with launches(watched) as launched:
+        with launches(watched) as launched, fresh_memory_is_nan():
             result, backends = chunked_prefix(inputs, self.chunk)
         if set(launched) != {merged}:
             instead = " and ".join(sorted(set(launched))) or "nothing"

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +14,10 @@ from typing import TYPE_CHECKING
 from mla_verify.errors import FallbackError
 from mla_verify.kernels.contract import Contract, KernelBase
 from mla_verify.kernels.entry import Entry, version
+from mla_verify.kernels.fresh_memory import fresh_memory_is_nan
 from mla_verify.kernels.gpu import capability, this_gpu
 from mla_verify.kernels.sglang import part_bytes
-from mla_verify.kernels.sglang_api import CONCAT_ABSORB_Q, CONCAT_K, JIT_WRITE, WRITE
+from mla_verify.kernels.sglang_api import CONCAT_ABSORB_Q, CONCAT_K, JIT_WRITE, NOT_INSTALLED, WRITE
 from mla_verify.kernels.sglang_writes import JIT, fits_jit, takes_jit, write, write_directly
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class _SGLangJIT(KernelBase):
 
     def missing(self) -> str | None:
         if find_spec("sglang") is None:
-            return "sglang is not installed: pip install sglang, on a machine with an NVIDIA GPU"
+            return NOT_INSTALLED
         return None
 
     def why_unavailable(self, device: str) -> str | None:
@@ -171,23 +170,7 @@ class SGLangConcatAbsorbQ(_Concat):
 
         if not len(inputs.nope):
             return MLAOutput(out.out, None)
-        with _fresh_memory_is_nan():
+        with fresh_memory_is_nan():
             joined = CONCAT_ABSORB_Q.load()(a=inputs.nope, b=inputs.rope)
         self._what = CONCAT_ABSORB_Q.name
         return MLAOutput(joined, None)
-
-
-@contextmanager
-def _fresh_memory_is_nan() -> Iterator[None]:
-    """What `torch.empty` gives is full of NaN: a kernel that allocates its output may get an earlier right one back.
-
-    torch does so while deterministic algorithms are asked for (torch.utils.deterministic.fill_uninitialized_memory).
-    """
-    import torch
-
-    before = torch.get_deterministic_debug_mode()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)

@@ -60,7 +60,8 @@ def _bit_equal(result: CaseResult) -> bool:
 
 
 def _value(comparison: Comparison, check: str) -> float:
-    return next((c.value for c in comparison.checks if c.name == check), math.inf)
+    # Of other shapes there are no bits to compare, and no distance.
+    return next((c.value for c in comparison.checks if c.name == check), 0.0 if check == "ulp" else math.inf)
 
 
 def _worst(

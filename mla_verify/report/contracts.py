@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mla_verify.cases import RAGGED_FORMS
-from mla_verify.kernels.contract import Contract
+from mla_verify.kernels.contract import LOW_LSE, Contract
 
 HEADINGS = ("form", "dtypes", "phases", "pages", "heads", "strides", "LSE", "row without keys", "tail", "slots outside")
 
@@ -25,8 +25,9 @@ def describe_contract(contract: Contract) -> dict[str, str]:
     words["row without keys"] = {"zero": "out 0", "any": "out unread"}[contract.empty_out]
     if contract.returns_lse:
         words["LSE"] = f"base {contract.lse_base}, [{', '.join(contract.lse_layout)}]"
-        words["row without keys"] += ", LSE unread" if contract.empty_lse == "any" else f", LSE {contract.empty_lse}"
-    if contract.form == "absorbed":
+        said = {"any": "unread", "low": f"at most {LOW_LSE:g}"}
+        words["row without keys"] += f", LSE {said.get(contract.empty_lse, contract.empty_lse)}"
+    if contract.form in ("absorbed", "layer"):
         words["tail"] = "finite" if contract.finite_tail else "any"
     return words
 

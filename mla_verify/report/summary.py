@@ -48,6 +48,7 @@ class Summary:
     commit: str | None  # of the source that ran; None: unknown, or there was a change that no commit has
     interrupted: bool
     open_questions: tuple[str, ...]  # asked beside the plan's, as by --against
+    unpaired: tuple[str, ...]  # named cases that no kernel was planned on
     pairs: tuple[Pair, ...]
     kernels: Mapping[str, KernelFacts]
     why: tuple[Why, ...]
@@ -73,7 +74,7 @@ class Summary:
             named=tuple(name for name, facts in kernels.items() if facts.named),
             required=tuple(name for name, facts in kernels.items() if facts.required),
             unavailable={name: facts.unavailable for name, facts in kernels.items() if facts.unavailable},
-            named_cases=tuple(dict.fromkeys(pair.case for pair in self.pairs if pair.named)),
+            named_cases=(*dict.fromkeys(pair.case for pair in self.pairs if pair.named), *self.unpaired),
             claims={name: facts.claims for name, facts in kernels.items()},
         )
         return decide(plan, self._results(), self.interrupted, self.open_questions)
@@ -109,6 +110,7 @@ def to_summary(report: RunReport, plan: Plan, open_questions: Sequence[str]) -> 
         commit=None if environment.get("dirty") else environment.get("commit"),
         interrupted=report.decision == "interrupted",
         open_questions=tuple(open_questions),
+        unpaired=tuple(case for case in plan.named_cases if all(result.case != case for result in report.results)),
         # In the table's order, in which the file is read again.
         pairs=tuple(pairs_of(table_of(Pair.of(result, result.case in named) for result in report.results))),
         kernels=kernel_facts(plan, report.results),
@@ -158,6 +160,7 @@ def _document(summary: Summary) -> dict[str, Any]:
         "largest_case": None if largest is None else {"case": largest, "elements": by_case[largest]},
         "interrupted": summary.interrupted,
         "open_questions": list(summary.open_questions),
+        "unpaired": list(summary.unpaired),
         "commit": summary.commit,
         "package_hash": summary.package_hash,
         "environments": [dict(environment) for environment in summary.environments],

@@ -39,6 +39,7 @@ def merge_summaries(summaries: Sequence[Summary], commit: str | None = None) -> 
         commit=commits.pop() if commits else None,
         interrupted=any(summary.interrupted for summary in summaries),
         open_questions=tuple(question for summary in summaries for question in summary.open_questions),
+        unpaired=tuple(dict.fromkeys(case for summary in summaries for case in summary.unpaired)),
         pairs=tuple(pairs_of(table_of(pair for summary in summaries for pair in summary.pairs))),
         kernels=kernels,
         why=limited(why for summary in summaries for why in summary.why),

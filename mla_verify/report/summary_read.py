@@ -54,6 +54,7 @@ def _summary(document: Mapping[str, Any]) -> Summary:
         commit=document["commit"],
         interrupted=bool(document["interrupted"]),
         open_questions=tuple(document["open_questions"]),
+        unpaired=tuple(document["unpaired"]),
         pairs=pairs,
         kernels=kernels,
         why=tuple(Why(**why) for why in document["why"]),

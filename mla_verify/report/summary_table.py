@@ -78,7 +78,10 @@ def _elements(template: str, lse: bool) -> int:
         "write": d.kv_lora_rank + d.qk_rope_head_dim,
         "concat": nope + d.qk_rope_head_dim,
     }[spec.form]
-    return spec.num_q_tokens * spec.num_heads * (width + lse)
+    tokens = spec.num_q_tokens
+    if spec.regime in ("repeated", "outside"):  # every fourth has no row of its own (write_inputs.py)
+        tokens -= tokens // 4
+    return tokens * spec.num_heads * (width + lse)
 
 
 @cache
