@@ -73,6 +73,9 @@ def cli() -> None:
     help=f"Of one kernel call in a process of its own; compiling is not counted.  [default: {DEFAULT_TIMEOUT:g}]",
 )
 @click.option("--list", "list_only", is_flag=True, help="Print what would run, and why, and stop.")
+@click.option(
+    "--jobs", type=click.IntRange(1, 256), default=1, show_default=True, metavar="N", help="Processes that judge cases."
+)
 @click.option("--fail-fast", is_flag=True, help="Stop at the first case that is wrong.")
 @click.pass_context
 def kernels(
@@ -94,6 +97,7 @@ def kernels(
     bit_equal: bool,
     timeout: float | None,
     list_only: bool,
+    jobs: int,
     fail_fast: bool,
 ) -> None:
     """Verify attention kernels against the float64 reference.
@@ -128,6 +132,7 @@ def kernels(
         dump=dump,
         against=against,
         bit_equal=bit_equal,
+        jobs=jobs,
         fail_fast=fail_fast,
         timeout=timeout,
     )

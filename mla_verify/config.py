@@ -47,6 +47,7 @@ class RunConfig:
     dump: Path | None = None
     against: Dump | None = None
     bit_equal: bool = False  # any bit that differs from `against` is wrong
+    jobs: int = 1  # processes that judge cases
     fail_fast: bool = False
     timeout: float = DEFAULT_TIMEOUT  # seconds of one kernel call in a worker, without compilation
 
@@ -68,6 +69,7 @@ def make_config(
     dump: Path | None = None,
     against: Path | None = None,
     bit_equal: bool = False,
+    jobs: int = 1,
     fail_fast: bool = False,
     timeout: float | None = None,
 ) -> RunConfig:
@@ -115,6 +117,7 @@ def make_config(
         dump=dump,
         against=None if against is None else read_dump(against),
         bit_equal=bit_equal,
+        jobs=jobs,
         fail_fast=fail_fast,
         timeout=timeout,
     )

@@ -35,6 +35,11 @@ class Outputs:
         self._writer, self._against = writer, against
         self._digest = ("", "")  # of the case at hand, whose kernels follow each other
 
+    @property
+    def are_wanted(self) -> bool:
+        """Whether anybody writes them or compares them."""
+        return self._writer is not None or self._against is not None
+
     def other_facts(self, entries: Iterable[PlanEntry]) -> list[RoundingFacts]:
         """The roundings that the other build declared of these pairs: their noise is needed as well."""
         if self._against is None:

@@ -85,11 +85,12 @@ def _run(config: RunConfig, plan: Plan, outputs: Outputs) -> tuple[tuple[CaseRes
             outcome = run_plan(
                 plan.entries,
                 device=config.device,
+                jobs=config.jobs,
                 fail_fast=config.fail_fast,
                 timeout=config.timeout,
                 on_result=on_result,
                 inputs_file=config.inputs,
-                outputs=outputs,
+                outputs=outputs if outputs.are_wanted else None,
             )
             return outcome.results, outcome.interrupted
         except KeyboardInterrupt:
