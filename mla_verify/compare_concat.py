@@ -52,14 +52,8 @@ def compare_concat(actual: Tensor, inputs: ConcatInputs) -> Comparison:
             detail += f"; the first is element {offset}, past 2^31"
         checks.append(Check(part.name, float(elements), 0.0, detail))
         places.append((token, head, dim))
-    return Comparison(
-        tensor="concat",
-        checks=tuple(checks),
-        max_abs_error=0.0,
-        max_rel_error=0.0,
-        rms_z=0.0,
-        worst=_location(min(places), actual, inputs) if places else None,
-    )
+    worst = _location(min(places), actual, inputs) if places else None
+    return Comparison.of_bits("concat", checks, worst)
 
 
 def _differing(part: _Part) -> tuple[int, int, tuple[int, int, int] | None]:

@@ -43,14 +43,8 @@ def compare_cache(actual: Tensor, inputs: WriteInputs) -> Comparison:
         first_wrong += [int(token) for slot, token in zip(slots.tolist(), tokens, strict=True) if wrong[slot]][:1]
     spilled = ~written & (after != before).any(-1)
     checks.append(_check("other_rows", spilled, len(written) - int(written.sum()), "rows of other slots changed"))
-    return Comparison(
-        tensor="kv_cache",
-        checks=tuple(checks),
-        max_abs_error=0.0,
-        max_rel_error=0.0,
-        rms_z=0.0,
-        worst=_location(min(first_wrong), actual, inputs) if first_wrong else None,
-    )
+    worst = _location(min(first_wrong), actual, inputs) if first_wrong else None
+    return Comparison.of_bits("kv_cache", checks, worst)
 
 
 def _all_equal(after: Tensor, before: Tensor, rows: Tensor, columns: slice) -> bool:

@@ -103,7 +103,7 @@ def judge_case(
 
     clock = Clock()
     if isinstance(inputs, CopyInputs):
-        findings = [_finding(partial(judge_copy, e.output, inputs, e.checks), _at_once) for e in exhibits]
+        findings = [_finding(partial(judge_copy, e.output, inputs, e.checks), room) for e in exhibits]
         clock.lap("compare")
         return Judged(tuple(findings), clock.laps)
     expected = room(partial(expect, inputs, [*(e.facts for e in exhibits), *more_facts]))
@@ -140,7 +140,6 @@ class Judges:
     """Processes that judge cases, each from what its inputs are made of. A context manager: leaving it ends them."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
         self._executor = ThreadPoolExecutor(count)
         self._futures: list[Future[Judged]] = []
 

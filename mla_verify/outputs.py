@@ -49,8 +49,6 @@ class Outputs:
 
     def take(self, obtained: Obtained, result: CaseResult) -> CaseResult:
         """Its result, with what the other build makes of it."""
-        if self._writer is None and self._against is None:
-            return result
         case_id = obtained.entry.case_id
         if self._digest[0] != case_id:
             try:

@@ -234,8 +234,12 @@ def _nothing_planned(
     names = " or ".join(kernel.name for kernel in kernels)
     takes = " or ".join(sorted({kernel.contract.form for kernel in kernels}))
     if any(kernel.contract.form in forms for kernel in kernels):
-        phases = " or ".join(dict.fromkeys(phase for kernel in kernels for phase in kernel.contract.phases))
-        return UsageError(f"{names} takes phase {phases}, which no selected case has", "select more cases")
+        taken = [(c.phases, c.dtypes) for c in (kernel.contract for kernel in kernels) if c.form in forms]
+        if any(case.phase in phases for case in cases for phases, _ in taken):
+            wanted = f"dtype {' or '.join(dict.fromkeys(dtype for _, dtypes in taken for dtype in dtypes))}"
+        else:
+            wanted = f"phase {' or '.join(dict.fromkeys(phase for phases, _ in taken for phase in phases))}"
+        return UsageError(f"{names} takes {wanted}, which no selected case has", "select more cases")
     able = [
         name for name, kernel in _load(kernel_names(), (), config.device)[0].items() if kernel.contract.form in forms
     ]

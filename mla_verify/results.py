@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -78,6 +78,11 @@ class Comparison:
     max_rel_error: float
     rms_z: float  # over all elements
     worst: Location | None  # largest |z|, or the first non-finite mismatch; None where there is no element
+
+    @classmethod
+    def of_bits(cls, tensor: str, checks: Iterable[Check], worst: Location | None) -> Comparison:
+        """Of a copy, which has no error but wrong bits."""
+        return cls(tensor, tuple(checks), max_abs_error=0.0, max_rel_error=0.0, rms_z=0.0, worst=worst)
 
     @property
     def passed(self) -> bool:

@@ -177,3 +177,8 @@ def test_a_suite_without_a_case_of_a_claim_does_not_take_the_claim_back(monkeypa
     plan = build_plan(make_config(suite="smoke", device="cpu", kernels=["absorbed"]))
     assert pairs(plan) == [(DECODE, "absorbed")]
     assert [value for _, value in plan.claims["absorbed"]] == ["decode", "prefill", "fp32", "bf16"]
+
+
+def test_a_suite_without_a_case_of_the_kernels_dtype_is_a_usage_error_that_names_it() -> None:
+    with pytest.raises(UsageError, match="mha takes dtype fp32, which no selected case has"):
+        build_plan(make_config(suite="smoke", kernels=["mha"], dtypes=["bf16"], device="cpu"))

@@ -8,6 +8,7 @@ One set of weights gives both; each is held against the float64 layer.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +30,7 @@ _SOURCES = (
 )
 
 
-class _Layer(KernelBase):
+class _Layer(KernelBase, ABC):
     """Whether it runs, and on what, is the inner kernel's to say."""
 
     way: str
@@ -54,11 +55,13 @@ class _Layer(KernelBase):
             num_heads=theirs.num_heads,
         )
 
+    @abstractmethod
     def _facts(self, dtype: str) -> RoundingFacts:
-        raise NotImplementedError
+        """The inner kernel's, and what the layer adds."""
 
+    @abstractmethod
     def _inner_case(self, spec: CaseSpec) -> CaseSpec:
-        raise NotImplementedError
+        """What the inner kernel is asked about."""
 
     def missing(self) -> str | None:
         return self.inner.missing()

@@ -6,6 +6,7 @@ number, which every new query sees whole. A request that ends before the batch's
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -70,20 +71,20 @@ def empty_state(inputs: MHAInputs) -> tuple[Tensor, Tensor]:
     return out, torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float32, device=inputs.device)
 
 
-class MergedKernel(KernelBase):
+class MergedKernel(KernelBase, ABC):
     """Attention in parts by `attend`, merged by `merge`; LSEs are in the contract's base throughout."""
 
     name: str
     chunk = CHUNK
     _what = "nothing: no request has a query"
 
+    @abstractmethod
     def attend(self, part: MHAInputs) -> tuple[Tensor, Tensor]:
         """out [T, H, V] and lse [T, H] of one part. Rows without keys have whatever the kernel gives them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def merge(self, part: tuple[Tensor, Tensor], merged: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Both in one."""
-        raise NotImplementedError
 
     def ran(self) -> str:
         return self._what
